@@ -18,7 +18,7 @@ is read of a row stays below so many bytes. An H200's memory is the faster the m
 84 us in place of 89."""
 _ROUNDS = 4
 """Blocks for each place on the GPU, at most, where row tiles are so few that several blocks share one."""
-_RESIDENT, _MORE_RESIDENT = 2, 3
+_RESIDENT, _MORE_RESIDENT, _ALONE = 2, 3, 4
 """Blocks of a multiprocessor that repack to fragments, at most. More have fewer registers: with five, q4_0 at
 28672 x 8192 takes an H200 81 us in place of 73. Codes of 3 and 6 bits, which take more instructions, are
 faster with three: kbit3 at 32768 x 8192 59 us in place of 65."""
@@ -106,7 +106,7 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
     if to_fragments:
         image = TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
         shared, most = 2 * image, shared_limit(gpu.capability)
-        resident = _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT
+        resident = _ALONE if not factors else _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT
         constants |= {"RESIDENT": resident, "IMAGE": image}
     constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
     grid, runs = (row_tiles * ceil(tiles / run), 1, 1), ceil(tiles / run)

@@ -26,18 +26,41 @@ struct Field {
         return codes_at(load_eight(block + byte_of(code), end), shift_of(code), MASK);
     }
 
-    // Codes column + 2i, + 8, + 1, + 9: a lane's share of 16 columns, in the order of tile.cuh.
-    static DEVICE u32 gather(const u8* block, int column, int i) {
-        const u8* const from = block + byte_of(column) + 2 * i;
-        return __byte_perm(load_u16(from), load_u16(from + 8), 0x5140) >> shift_of(column) & MASK * 0x01010101;
+    // Of every 16 columns a lane has codes 2i, + 8, + 1 and + 9, in the order of tile.cuh: those of all columns, from bit `to`
+    // of a byte each on. A byte is read once for all of its codes ...
+    template <int STEPS>
+    static DEVICE void gather(const u8* block, int i, u32 (&codes)[STEPS], int to = 0) {
+        for_bytes<STEPS>([&](int step) {
+            const u8* const from = block + byte_of(16 * step) + 2 * i;
+            const u32 bytes = __byte_perm(load_u16(from), load_u16(from + 8), 0x5140);
+#pragma unroll
+            for (int k = 0; k < 8 / BITS; k++)
+                codes[step + k * SPAN / 16] |= (bytes >> k * BITS & MASK * 0x01010101) << to;
+        });
     }
 
-    static DEVICE void scatter(u8* block, int column, int i, u32 codes) {
-        u16* const to = reinterpret_cast<u16*>(block + byte_of(column) + 2 * i);
-        const u32 bits = codes << shift_of(column);
-        const u32 first = __byte_perm(bits, 0, 0x4420), last = __byte_perm(bits, 0, 0x4431);
-        to[0] = u16(shift_of(column) ? to[0] | first : first);
-        to[4] = u16(shift_of(column) ? to[4] | last : last);
+    // ... and written once.
+    template <int STEPS>
+    static DEVICE void scatter(u8* block, int i, const u32 (&codes)[STEPS], int from = 0) {
+        for_bytes<STEPS>([&](int step) {
+            u32 bits = 0;
+#pragma unroll
+            for (int k = 0; k < 8 / BITS; k++)
+                bits |= (codes[step + k * SPAN / 16] >> from & MASK * 0x01010101) << k * BITS;
+            u8* const to = block + byte_of(16 * step) + 2 * i;
+            store_u16(to, __byte_perm(bits, 0, 0x4420)), store_u16(to + 8, __byte_perm(bits, 0, 0x4431));
+        });
+    }
+
+private:
+    // Do `what` with the first 16 columns of each that share bytes.
+    template <int STEPS, class Do>
+    static DEVICE void for_bytes(const Do& what) {
+        static_assert(16 * STEPS % RUN == 0 && SPAN % 16 == 0, "bytes have codes of these columns alone");
+#pragma unroll
+        for (int run = 0; run < 16 * STEPS / RUN; run++)
+#pragma unroll
+            for (int step = 0; step < SPAN / 16; step++) what(run * RUN / 16 + step);
     }
 };
 
@@ -50,25 +73,23 @@ struct Words {
     static constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4;
     static constexpr u32 PAIR = 0x00ff00ff;
 
-    static DEVICE void gather(LaneShare<F>& share, const u8* block, int j, int part, int i) {
+    // All tiles of a block.
+    template <int PARTS>
+    static DEVICE void gather(LaneShare<F> (&shares)[PARTS], const u8* block, int j, int i) {
+        u32 codes[4 * PARTS] = {};
+        F::Low::gather(block, i, codes);
+        if constexpr (F::HIGH_BYTES > 0) F::High::gather(block, i, codes, LOW);
 #pragma unroll
-        for (int h = 0; h < 4; h++) {
-            const int column = part * 64 + h * 16;
-            u32 codes = F::Low::gather(block, column, i);
-            if constexpr (F::HIGH_BYTES > 0) codes |= F::High::gather(block, column, i) << LOW;
-            put_codes(share, h, j, codes);
-        }
+        for (int step = 0; step < 4 * PARTS; step++) put_codes(shares[step / 4], step % 4, j, codes[step]);
     }
 
-    static DEVICE void scatter(const LaneShare<F>& share, u8* block, int j, int part, int i) {
+    template <int PARTS>
+    static DEVICE void scatter(const LaneShare<F> (&shares)[PARTS], u8* block, int j, int i) {
+        u32 codes[4 * PARTS];
 #pragma unroll
-        for (int h = 0; h < 4; h++) {
-            const int column = part * 64 + h * 16;
-            const u32 codes = get_codes(share, h, j);
-            F::Low::scatter(block, column, i, codes & ((1 << LOW) - 1) * 0x01010101);
-            if constexpr (F::HIGH_BYTES > 0)
-                F::High::scatter(block, column, i, codes >> LOW & ((1 << F::BITS - LOW) - 1) * 0x01010101);
-        }
+        for (int step = 0; step < 4 * PARTS; step++) codes[step] = get_codes(shares[step / 4], step % 4, j);
+        F::Low::scatter(block, i, codes);
+        if constexpr (F::HIGH_BYTES > 0) F::High::scatter(block, i, codes, LOW);
     }
 
     static DEVICE void put_codes(LaneShare<F>& share, int h, int j, u32 codes) {

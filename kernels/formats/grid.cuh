@@ -30,34 +30,40 @@ struct GridBlock {
         return __fmul_rn(scale, entry_of(entry, codes, j));
     }
 
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i) ...
-    static DEVICE LaneShare<GridBlock> gather(const u8* row, const u8* row8, int part, int lane) {
-        LaneShare<GridBlock> share = {};
+    // This lane's share of the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    static DEVICE void gather(LaneShare<GridBlock> (&shares)[4], const u8* row, const u8* row8, int lane) {
         const int i = lane % 4;
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            const u8* const codes = (j ? row8 : row) + CODES_AT + (2 * part + b) * 16;
-            Pairs<GridBlock>::put(share, b, j, NibblePairs::gather(codes, i));
+        for (int part = 0; part < 4; part++) {
+            LaneShare<GridBlock>& share = shares[part];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const int j = quarter / 2, b = quarter % 2;
+                const u8* const codes = (j ? row8 : row) + CODES_AT + (2 * part + b) * 16;
+                Pairs<GridBlock>::put(share, b, j, NibblePairs::gather(codes, i));
+            }
+            share.scale = row[SCALES_AT + 4 * part + i] | row8[SCALES_AT + 4 * part + i] << 8;
+            share.group = load_u16(i % 2 ? row8 : row);
         }
-        share.scale = row[SCALES_AT + 4 * part + i] | row8[SCALES_AT + 4 * part + i] << 8;
-        share.group = load_u16(i % 2 ? row8 : row);
-        return share;
     }
 
-    // ... and back, the parts of a block in order.
-    static DEVICE void scatter(const LaneShare<GridBlock>& share, u8* row, u8* row8, int part, int lane) {
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<GridBlock> (&shares)[4], u8* row, u8* row8, int lane) {
         const int i = lane % 4;
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            u32 fifths;
-            u8* const codes = (j ? row8 : row) + CODES_AT + (2 * part + b) * 16;
-            NibblePairs::scatter(codes, i, Pairs<GridBlock>::get(share, b, j, fifths));
+        for (int part = 0; part < 4; part++) {
+            const LaneShare<GridBlock>& share = shares[part];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const int j = quarter / 2, b = quarter % 2;
+                u32 fifths;
+                u8* const codes = (j ? row8 : row) + CODES_AT + (2 * part + b) * 16;
+                NibblePairs::scatter(codes, i, Pairs<GridBlock>::get(share, b, j, fifths));
+            }
+            row[SCALES_AT + 4 * part + i] = u8(share.scale);
+            row8[SCALES_AT + 4 * part + i] = u8(share.scale >> 8);
         }
-        row[SCALES_AT + 4 * part + i] = u8(share.scale);
-        row8[SCALES_AT + 4 * part + i] = u8(share.scale >> 8);
-        if (part == 0 && i < 2) store_u16(i ? row8 : row, share.group);
+        if (i < 2) store_u16(i ? row8 : row, shares[0].group);
     }
 };
 

@@ -13,6 +13,7 @@ struct Int4Block {
     static constexpr int OFFSET = ASYMMETRIC ? 0 : 8, ZERO = OFFSET;
     static constexpr int LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = GROUP > 32 ? 0 : ASYMMETRIC ? 128 : 64;
     static constexpr int GROUP_BYTES = GROUP == 32 ? 0 : ASYMMETRIC ? 64 : 32, GROUP_TILES = GROUP == 32 ? 1 : GROUP / 64;
+    static constexpr int PARTS = GROUP_TILES;  // tiles of a block, or of blocks that make one
 
     // Scale in the low half, the zero point in float16 in the high half.
     static DEVICE u32 scale_bits(const u8* block) {
@@ -39,52 +40,61 @@ struct Int4Block {
         return __fmul_rn(q, half_to_float(u16(scale)));
     }
 
-    static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int lane) {
-        return gather(row, row8, 0, lane);
-    }
-
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i). It wants a byte in four, m, of 16
-    // bytes of either row and block, k = 2 j + b; so lane k brings these, and the four lanes exchange bytes ...
-    static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int part, int lane) {
-        LaneShare<Int4Block> share = {};
+    // This lane's share of the tiles of the blocks of rows g and g + 8 (lane = 4 g + i). Of a tile it wants a byte in four, m, of
+    // 16 bytes of either row and block, k = 2 j + b; so lane k brings these, and the four lanes exchange bytes ...
+    static DEVICE void gather(LaneShare<Int4Block> (&shares)[PARTS], const u8* row, const u8* row8, int lane) {
         const int i = lane % 4;
-        share.scale = scale_bits(block_of(row, row8, i));
-        if constexpr (GROUP > 32) share.group = i < 2 ? share.scale : share.scale >> 16;
-        u32 words[4];
-        load_words((i < 2 ? row : row8) + column_at(part, i % 2), words);
-        turn_bytes(words);
-        exchange(words, i);
-        // Columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2).
+        const u32 scale = scale_bits(block_of(row, row8, i));
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-            const u32 first = chosen(words[b], words[2 + b] << 4, 0x0f0f0f0f);
-            const u32 second = chosen(words[b] >> 4, words[2 + b], 0x0f0f0f0f);
-            share.low[2 * b] = permute(first, second, 0x5410), share.low[2 * b + 1] = permute(first, second, 0x7632);
+        for (int part = 0; part < PARTS; part++) {
+            LaneShare<Int4Block>& share = shares[part];
+            share.scale = scale;
+            if constexpr (GROUP > 32) share.group = i < 2 ? scale : scale >> 16;
+            u32 words[4];
+            load_words((i < 2 ? row : row8) + column_at(part, i % 2), words);
+            turn_bytes(words);
+            exchange(words, i);
+            // Columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2).
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                const u32 first = chosen(words[b], words[2 + b] << 4, 0x0f0f0f0f);
+                const u32 second = chosen(words[b] >> 4, words[2 + b], 0x0f0f0f0f);
+                share.low[2 * b] = permute(first, second, 0x5410), share.low[2 * b + 1] = permute(first, second, 0x7632);
+            }
         }
-        return share;
-    }
-
-    static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int lane) {
-        scatter(share, row, row8, 0, lane);
     }
 
     // ... and back.
-    static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int part, int lane) {
+    static DEVICE void scatter(const LaneShare<Int4Block> (&shares)[PARTS], u8* row, u8* row8, int lane) {
         const int i = lane % 4;
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            u8* codes = (j ? row8 : row) + column_at(part, b) + i;
+        for (int part = 0; part < PARTS; part++)
 #pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const u32 two = share.low[2 * b + m / 2] >> (8 * (m % 2) + 4 * j);
-                codes[4 * m] = u8((two & 15) | (two >> 12 & 0xf0));
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const int j = quarter / 2, b = quarter % 2;
+                u8* codes = (j ? row8 : row) + column_at(part, b) + i;
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const u32 two = shares[part].low[2 * b + m / 2] >> (8 * (m % 2) + 4 * j);
+                    codes[4 * m] = u8((two & 15) | (two >> 12 & 0xf0));
+                }
             }
-        }
         u8* const own = block_of(row, row8, i);
-        const u32 scale = GROUP == 32 ? share.scale : share.group, zero = GROUP == 32 ? scale >> 16 : scale;
+        const u32 scale = GROUP == 32 ? shares[0].scale : shares[0].group, zero = GROUP == 32 ? scale >> 16 : scale;
         if (GROUP == 32 || i < 2) own[0] = u8(scale), own[1] = u8(scale >> 8);
         if (ASYMMETRIC && (GROUP == 32 || i >= 2)) own[2] = u8(__float2int_rn(half_to_float(u16(zero))));
+    }
+
+    // The same of blocks that are no more than a tile.
+    static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int lane) {
+        LaneShare<Int4Block> shares[1];
+        gather(shares, row, row8, lane);
+        return shares[0];
+    }
+
+    static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int lane) {
+        const LaneShare<Int4Block> shares[1] = {share};
+        scatter(shares, row, row8, lane);
     }
 
 private:

@@ -9,14 +9,15 @@ struct NibblePairs {
 
     // `codes`: 16 bytes of nibbles.
     static DEVICE u32 gather(const u8* codes, int i) {
-        const u32 first = Nibbles::gather(codes, 0, i), last = Nibbles::gather(codes, 16, i);
-        return spread_bits(__byte_perm(first, last, 0x5410)) | spread_bits(__byte_perm(first, last, 0x7632)) << 1;
+        u32 own[2] = {};
+        Nibbles::gather(codes, i, own);
+        return spread_bits(__byte_perm(own[0], own[1], 0x5410)) | spread_bits(__byte_perm(own[0], own[1], 0x7632)) << 1;
     }
 
     static DEVICE void scatter(u8* codes, int i, u32 pairs) {
         const u32 even = gather_bits(pairs), odd = gather_bits(pairs >> 1);
-        Nibbles::scatter(codes, 0, i, __byte_perm(even, odd, 0x5410));
-        Nibbles::scatter(codes, 16, i, __byte_perm(even, odd, 0x7632));
+        const u32 own[2] = {__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632)};
+        Nibbles::scatter(codes, i, own);
     }
 };
 
@@ -101,36 +102,41 @@ struct Iq4XsBlock {
         return __fmul_rn(scale, entry_of(entry, codes, j));
     }
 
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i): of the scales that of row
-    // g + 8 (i % 2) and of 32 columns i / 2 ...
-    static DEVICE LaneShare<Iq4XsBlock> gather(const u8* row, const u8* row8, int part, int lane) {
-        LaneShare<Iq4XsBlock> share;
+    // This lane's share of the blocks of rows g and g + 8 (lane = 4 g + i): of a tile's scales that of row g + 8 (i % 2) and of
+    // 32 columns i / 2 ...
+    static DEVICE void gather(LaneShare<Iq4XsBlock> (&shares)[4], const u8* row, const u8* row8, int lane) {
         const int i = lane % 4;
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            share.low[2 * b + j] = NibblePairs::gather((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i);
+        for (int part = 0; part < 4; part++) {
+            LaneShare<Iq4XsBlock>& share = shares[part];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const int j = quarter / 2, b = quarter % 2;
+                share.low[2 * b + j] = NibblePairs::gather((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i);
+            }
+            share.scale = get(i % 2 ? row8 : row, 2 * part + i / 2);
+            share.group = load_u16(i % 2 ? row8 : row);
         }
-        share.scale = get(i % 2 ? row8 : row, 2 * part + i / 2);
-        share.group = load_u16(i % 2 ? row8 : row);
-        return share;
     }
 
-    // ... and back, the parts of a block in order.
-    static DEVICE void scatter(const LaneShare<Iq4XsBlock>& share, u8* row, u8* row8, int part, int lane) {
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<Iq4XsBlock> (&shares)[4], u8* row, u8* row8, int lane) {
         const int i = lane % 4;
+        u32 lower = 0, upper = 0;
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            NibblePairs::scatter((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i, share.low[2 * b + j]);
+        for (int part = 0; part < 4; part++) {
+            const LaneShare<Iq4XsBlock>& share = shares[part];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
+                const int j = quarter / 2, b = quarter % 2;
+                NibblePairs::scatter((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i, share.low[2 * b + j]);
+            }
+            const u32 second = __shfl_xor_sync(~0u, share.scale, 2);
+            lower |= ((share.scale & 15) | (second & 15) << 4) << 8 * part;
+            upper |= (share.scale >> 4 | second >> 4 << 2) << 4 * part;
         }
-        const u32 second = __shfl_xor_sync(~0u, share.scale, 2);
         if (i >= 2) return;
         u8* const block = i ? row8 : row;
-        if (part == 0) store_u16(block, share.group);
-        block[LOWER_AT + part] = u8((share.scale & 15) | (second & 15) << 4);
-        const u32 upper = share.scale >> 4 | second >> 4 << 2;
-        u8& to = block[UPPER_AT + part / 2];
-        to = u8(part % 2 ? to | upper << 4 : upper);
+        store_u16(block, shares[0].group), store_u16(block + UPPER_AT, upper), store_u32(block + LOWER_AT, lower);
     }
 };

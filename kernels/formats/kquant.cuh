@@ -134,27 +134,32 @@ struct KQuantBlock {
         return HAS_MIN ? __fmaf_rn(q, scale.d, -scale.m) : __fmul_rn(q, scale.d);
     }
 
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i). dmin changes its sign ...
-    static DEVICE LaneShare<KQuantBlock> gather(const u8* row, const u8* row8, int part, int lane) {
-        LaneShare<KQuantBlock> share = {};
+    // This lane's share of the blocks of rows g and g + 8 (lane = 4 g + i). dmin changes its sign ...
+    static DEVICE void gather(LaneShare<KQuantBlock> (&shares)[4], const u8* row, const u8* row8, int lane) {
         const int i = lane % 4;
-        Words<KQuantBlock>::gather(share, row, 0, part, i);
-        Words<KQuantBlock>::gather(share, row8, 1, part, i);
-        share.scale = Scales::lane_share(row, part, i) | Scales::lane_share(row8, part, i) << 8;
+        Words<KQuantBlock>::gather(shares, row, 0, i);
+        Words<KQuantBlock>::gather(shares, row8, 1, i);
         const u8* const d = (i % 2 ? row8 : row) + Scales::D_AT;
-        share.group = HAS_MIN && i >= 2 ? load_u16(d + 2) ^ 0x8000 : load_u16(d);
-        return share;
+        const u32 group = HAS_MIN && i >= 2 ? load_u16(d + 2) ^ 0x8000 : load_u16(d);
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            shares[part].scale = Scales::lane_share(row, part, i) | Scales::lane_share(row8, part, i) << 8;
+            shares[part].group = group;
+        }
     }
 
-    // ... and back, the parts of a block in order.
-    static DEVICE void scatter(const LaneShare<KQuantBlock>& share, u8* row, u8* row8, int part, int lane) {
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<KQuantBlock> (&shares)[4], u8* row, u8* row8, int lane) {
         const int i = lane % 4;
-        Words<KQuantBlock>::scatter(share, row, 0, part, i);
-        Words<KQuantBlock>::scatter(share, row8, 1, part, i);
-        Scales::put_lane_share(row, part, i, share.scale & 0xff);
-        Scales::put_lane_share(row8, part, i, share.scale >> 8);
+        Words<KQuantBlock>::scatter(shares, row, 0, i);
+        Words<KQuantBlock>::scatter(shares, row8, 1, i);
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            Scales::put_lane_share(row, part, i, shares[part].scale & 0xff);
+            Scales::put_lane_share(row8, part, i, shares[part].scale >> 8);
+        }
         u8* const d = (i % 2 ? row8 : row) + Scales::D_AT;
-        if (part == 0 && i < 2) store_u16(d, share.group);
-        if (part == 0 && i >= 2 && HAS_MIN) store_u16(d + 2, share.group ^ 0x8000);
+        if (i < 2) store_u16(d, shares[0].group);
+        if (i >= 2 && HAS_MIN) store_u16(d + 2, shares[0].group ^ 0x8000);
     }
 };

@@ -12,18 +12,26 @@ struct Fours {
         return make_uint2(spread(from[0]), spread(from[1]));
     }
 
-    // Codes column + 2i, + 8, + 1, + 9: a lane's share of 16 columns, in the order of tile.cuh.
-    static DEVICE u32 gather(const u8* block, int column, int i) {
-        const u8* const from = block + AT + column / 4 + i / 2;
-        const u32 pairs = from[0] | from[2] << 8, own = pairs >> i % 2 * 4;
-        return (own & 0x0303) | (own & 0x0c0c) << 14;
+    // Codes 2i, + 8, + 1, + 9 of every 16 columns: a lane's share, in the order of tile.cuh.
+    template <int STEPS>
+    static DEVICE void gather(const u8* block, int i, u32 (&codes)[STEPS]) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const u8* const from = block + AT + step * 4 + i / 2;
+            const u32 pairs = from[0] | from[2] << 8, own = pairs >> i % 2 * 4;
+            codes[step] = (own & 0x0303) | (own & 0x0c0c) << 14;
+        }
     }
 
     // Back: a byte has the codes of two lanes.
-    static DEVICE void scatter(u8* block, int column, int i, u32 codes) {
-        const u32 own = ((codes & 0x0303) | (codes >> 14 & 0x0c0c)) << i % 2 * 4;
-        const u32 both = own | __shfl_xor_sync(~0u, own, 1);
-        block[AT + column / 4 + i / 2 + i % 2 * 2] = u8(i % 2 ? both >> 8 : both);
+    template <int STEPS>
+    static DEVICE void scatter(u8* block, int i, const u32 (&codes)[STEPS]) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const u32 own = ((codes[step] & 0x0303) | (codes[step] >> 14 & 0x0c0c)) << i % 2 * 4;
+            const u32 both = own | __shfl_xor_sync(~0u, own, 1);
+            block[AT + step * 4 + i / 2 + i % 2 * 2] = u8(i % 2 ? both >> 8 : both);
+        }
     }
 
 private:
@@ -42,7 +50,7 @@ struct TwoBitBlock {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 1, ZERO = OFFSET;
     static constexpr int LOW_BYTES = 256, HIGH_BYTES = 0, SCALE_BYTES = 0;
-    static constexpr int GROUP_BYTES = 32, GROUP_TILES = COLUMNS / 64;
+    static constexpr int PARTS = COLUMNS / 64, GROUP_BYTES = 32, GROUP_TILES = PARTS;
     using Low = Low_;
 
     static DEVICE u32 scale_bits(const u8* block) { return load_u16(block + D_AT); }
@@ -59,29 +67,33 @@ struct TwoBitBlock {
         return __fmul_rn(q, half_to_float(u16(scale)));
     }
 
-    static DEVICE LaneShare<TwoBitBlock> gather(const u8* row, const u8* row8, int lane) {
-        return gather(row, row8, 0, lane);
+    // This lane's share of the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    static DEVICE void gather(LaneShare<TwoBitBlock> (&shares)[PARTS], const u8* row, const u8* row8, int lane) {
+        const int i = lane % 4;
+        Words<TwoBitBlock>::gather(shares, row, 0, i);
+        Words<TwoBitBlock>::gather(shares, row8, 1, i);
+        const u32 scale = scale_bits(i % 2 ? row8 : row);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) shares[part].scale = shares[part].group = scale;
     }
 
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i) ...
-    static DEVICE LaneShare<TwoBitBlock> gather(const u8* row, const u8* row8, int part, int lane) {
-        LaneShare<TwoBitBlock> share = {};
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<TwoBitBlock> (&shares)[PARTS], u8* row, u8* row8, int lane) {
         const int i = lane % 4;
-        Words<TwoBitBlock>::gather(share, row, 0, part, i);
-        Words<TwoBitBlock>::gather(share, row8, 1, part, i);
-        share.scale = share.group = scale_bits(i % 2 ? row8 : row);
-        return share;
+        Words<TwoBitBlock>::scatter(shares, row, 0, i);
+        Words<TwoBitBlock>::scatter(shares, row8, 1, i);
+        if (i < 2) store_u16((i ? row8 : row) + D_AT, shares[0].group);
+    }
+
+    // The same of blocks that are no more than a tile.
+    static DEVICE LaneShare<TwoBitBlock> gather(const u8* row, const u8* row8, int lane) {
+        LaneShare<TwoBitBlock> shares[1];
+        gather(shares, row, row8, lane);
+        return shares[0];
     }
 
     static DEVICE void scatter(const LaneShare<TwoBitBlock>& share, u8* row, u8* row8, int lane) {
-        scatter(share, row, row8, 0, lane);
-    }
-
-    // ... and back, the parts of a block in order.
-    static DEVICE void scatter(const LaneShare<TwoBitBlock>& share, u8* row, u8* row8, int part, int lane) {
-        const int i = lane % 4;
-        Words<TwoBitBlock>::scatter(share, row, 0, part, i);
-        Words<TwoBitBlock>::scatter(share, row8, 1, part, i);
-        if (part == 0 && i < 2) store_u16((i ? row8 : row) + D_AT, share.group);
+        const LaneShare<TwoBitBlock> shares[1] = {share};
+        scatter(shares, row, row8, lane);
     }
 };

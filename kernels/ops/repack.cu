@@ -107,17 +107,14 @@ DEVICE int row8_of(int lane) { return GROUPED ? lane % 2 : lane / 2 % 2; }
 
 DEVICE bool has_minimum(int lane) { return Format::HAS_MIN && lane / 2 % 2; }
 
-// Do `what` with every tile of a run (WHOLE: of RUN tiles) that the warp has, given its number among them, where it (or the
-// block of which it is a part) starts in a row, and which part it is.
+// Do `what` with every span of a run (WHOLE: of RUN tiles) that the warp has, given its number among them, its first tile, and
+// where it starts in a row.
 template <bool WHOLE, int AT_ONCE = OWN_SPANS, class Do>
-DEVICE void for_tiles(const Run& run, const Do& what) {
+DEVICE void for_spans(const Run& run, const Do& what) {
 #pragma unroll AT_ONCE
     for (int own = 0; own < OWN_SPANS; own++) {
         const int span = own * WARPS + threadIdx.x / WARP;
-        if (WHOLE || span * SPAN_TILES < run.tiles)
-#pragma unroll
-            for (int part = 0; part < SPAN_TILES; part++)
-                what(own * SPAN_TILES + part, span * SPAN_TILES + part, span * SPAN_BYTES, part);
+        if (WHOLE || span * SPAN_TILES < run.tiles) what(own, span * SPAN_TILES, span * SPAN_BYTES);
     }
 }
 
@@ -162,21 +159,21 @@ DEVICE u16* group_at(u8* first, int t, int lane) {
     return reinterpret_cast<u16*>(record) + lane / 4 * PARTS + lane % 4;
 }
 
-// Formats whose blocks are several tiles are told which `part` of a block to take.
+// The lane's shares of a span, from the rows of storage, and back.
 template <class F>
-DEVICE LaneShare<F> gather(const u8* row, const u8* row8, int part, int lane) {
+DEVICE void gather(LaneShare<F> (&shares)[SPAN_TILES], const u8* row, const u8* row8, int lane) {
     if constexpr (SPAN_TILES > 1)
-        return F::gather(row, row8, part, lane);
+        F::gather(shares, row, row8, lane);
     else
-        return F::gather(row, row8, lane);
+        shares[0] = F::gather(row, row8, lane);
 }
 
 template <class F>
-DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int lane) {
+DEVICE void scatter(const LaneShare<F> (&shares)[SPAN_TILES], u8* row, u8* row8, int lane) {
     if constexpr (SPAN_TILES > 1)
-        F::scatter(share, row, row8, part, lane);
+        F::scatter(shares, row, row8, lane);
     else
-        F::scatter(share, row, row8, lane);
+        F::scatter(shares[0], row, row8, lane);
 }
 
 template <class F>
@@ -269,9 +266,8 @@ to_fragments(const u8* storage, int N, int blocks, u8* low, u8* high, u8* scale,
             fetch(storage, bytes, next, dynamic_shared() + (image ^ IMAGE));
         }
         u8* const groups = row_groups + (run.first_group - row_group_first) * Format::GROUP_BYTES;
-        auto repack_tile = [&](int, int t, int at, int part) {
+        auto put_tile = [&](LaneShare<Format> share, int t) {
             const s64 tile = run.first_tile + t;
-            LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
             add_peaks(share, peaks);
             make_canonical(share);
             if constexpr (Format::SCALING == E8M0)
@@ -294,11 +290,17 @@ to_fragments(const u8* storage, int N, int blocks, u8* low, u8* high, u8* scale,
             if constexpr (Format::GROUP_BYTES > 0)
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(groups, t, lane) = u16(share.group);
         };
-        // Without a test for each tile some are worked on at once, which saves up to a sixth of the time.
+        auto repack_span = [&](int, int t, int at) {
+            LaneShare<Format> shares[SPAN_TILES] = {};
+            gather<Format>(shares, rows[0] + at, rows[1] + at, lane);
+#pragma unroll
+            for (int part = 0; part < SPAN_TILES; part++) put_tile(shares[part], t + part);
+        };
+        // Without a test for each span some are worked on at once, which saves up to a sixth of the time.
         if (run.tiles == RUN)
-            for_tiles<true>(run, repack_tile);
+            for_spans<true>(run, repack_span);
         else
-            for_tiles<false, 1>(run, repack_tile);
+            for_spans<false, 1>(run, repack_span);
         if (number++ == last) break;
     }
     if constexpr (WHOLE_ROWS) {
@@ -328,10 +330,9 @@ from_fragments(u8* storage, int N, int blocks, const u8* low, const u8* high, co
     int L = 0;
     if constexpr (ROW_FACTORS<Format>)
         L = lift_by<Format>(factors[run.row_tile * 8 + g] >> row8_of(lane) * 16 & 0xffff, row8_of(lane));
-    LaneShare<Format> shares[OWN_SPANS * SPAN_TILES] = {};  // all on their way at once
-    for_tiles<false>(run, [&](int number, int t, int, int) {
+    LaneShare<Format> shares[OWN_SPANS][SPAN_TILES] = {};  // all on their way at once
+    auto take_tile = [&](LaneShare<Format>& share, int t) {
         const s64 tile = run.first_tile + t;
-        LaneShare<Format>& share = shares[number];
         load_low(share, low + tile * Format::LOW_BYTES, lane);
 #pragma unroll
         for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
@@ -345,15 +346,22 @@ from_fragments(u8* storage, int N, int blocks, const u8* low, const u8* high, co
             share.scale = scales[lane];
         if constexpr (Format::GROUP_BYTES > 0)
             if (in_group(lane)) share.group = *group_at(group + run.first_group * Format::GROUP_BYTES, t, lane);
+    };
+    for_spans<false>(run, [&](int own, int t, int) {
+#pragma unroll
+        for (int part = 0; part < SPAN_TILES; part++) take_tile(shares[own][part], t + part);
     });
-    for_tiles<false>(run, [&](int number, int, int at, int part) {
-        LaneShare<Format>& share = shares[number];
-        if constexpr (ROW_FACTORS<Format> && GROUPED)
-            share.group = lifted_group<Format>(share.group, L, row8_of(lane), has_minimum(lane), -1);
-        else if constexpr (ROW_FACTORS<Format>)
-            share.scale = lifted<Format>(share.scale, L, row8_of(lane), -1);
-        if constexpr (Format::SCALING == E8M0) share.scale -= offset;
-        scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
+    for_spans<false>(run, [&](int own, int, int at) {
+#pragma unroll
+        for (int part = 0; part < SPAN_TILES; part++) {
+            LaneShare<Format>& share = shares[own][part];
+            if constexpr (ROW_FACTORS<Format> && GROUPED)
+                share.group = lifted_group<Format>(share.group, L, row8_of(lane), has_minimum(lane), -1);
+            else if constexpr (ROW_FACTORS<Format>)
+                share.scale = lifted<Format>(share.scale, L, row8_of(lane), -1);
+            if constexpr (Format::SCALING == E8M0) share.scale -= offset;
+        }
+        scatter<Format>(shares[own], rows[0] + at, rows[1] + at, lane);
     });
     __syncthreads();
     const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
