@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -173,18 +174,20 @@ def _add_dump(commands: Any) -> None:
 def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
     from ..io.gguf import SafetensorsError
-    from ..io.model import opened
+    from ..io.model import Model
+    from ..io.parts import open_parts
 
     path, as_json = Path(arguments.model), arguments.style == "json"
-    try:
-        model = opened(path, "cpu")  # no tensor is read
-    except SafetensorsError:
-        listed = dump.of_safetensors(path, as_json) if path.is_file() else None
-        if listed is None:
-            raise
-        print(listed)
-        return
-    print(dump.as_json(model) if as_json else dump.as_text(model))
+    with ExitStack() as mapped:
+        try:
+            model = Model(open_parts(path, mapped), "cpu")  # an importance matrix, too; no tensor is read
+        except SafetensorsError:
+            listed = dump.of_safetensors(path, as_json) if path.is_file() else None
+            if listed is None:
+                raise
+            print(listed)
+        else:
+            print(dump.as_json(model) if as_json else dump.as_text(model))
 
 
 def _add_compare(commands: Any) -> None:

@@ -46,8 +46,8 @@ from .header import (
     still_open,
 )
 from .metadata import DEFAULT_ALIGNMENT
-from .safetensors import KEY, LONGEST_HEADER, OTHER_READERS
-from .words import LFS_POINTER, of_pointer
+from .safetensors import KEY, OTHER_READERS, is_begun
+from .words import LFS_POINTER, of_importance, of_pointer
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
@@ -169,10 +169,11 @@ def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
     no = f"{source}: not a GGUF file"
     if pointer := of_pointer(bytes(buffer[: len(LFS_POINTER)])):
         return GGUFError(f"{no}, but {pointer}")
-    length = int.from_bytes(buffer[:8], "little")
-    header = bytes(buffer[8 : 8 + min(length, LONGEST_HEADER)])
-    if not header.startswith(b"{"):
+    if importance := of_importance(bytes(buffer[: 8 + MAX_NAME_BYTES])):
+        return GGUFError(f"{source}: {importance}")
+    if not is_begun(bytes(buffer[:9])):
         return GGUFError(f"{no}: it starts with {bytes(buffer[:4])!r} instead of b'GGUF'")
+    header = bytes(buffer[8 : 8 + int.from_bytes(buffer[:8], "little")])
     for key, reader in _OWN_READERS.items():
         if f'"{key}"'.encode() in header:
             kind = SavedArraysError if key == KEY else SafetensorsError

@@ -28,12 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from ..render import told
 from .gguf import File
-from .header import MAX_NAME_BYTES, Mapped, quote
+from .header import MAX_NAME_BYTES, Header, Mapped, quote, same_value
 from .metadata import IMATRIX
+from .safetensors import is_begun
 from .words import LFS_POINTER, of_pointer
 
-_MAGIC = b"GGUF"
+_MAGIC, _KIND = b"GGUF", "imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _I32 = struct.Struct("<i")
 _MIN_ENTRY_BYTES = 4 + 1 + 4 + 4 + 4  # a name of one letter and one value
@@ -123,13 +125,17 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     return _of_gguf(place, name) if in_gguf else _of_older(place, name)
 
 
+def is_imatrix(header: Header) -> bool:
+    """Whether a GGUF file says that it is an importance matrix."""
+    return same_value(header.metadata.get("general.type"), _KIND)
+
+
 def _of_gguf(path: Path, name: str) -> Imatrix:
     file = File(path)
     try:
         header = file.header
-        kind = header.metadata.get("general.type")
-        if kind != "imatrix":
-            raise ValueError(f"{path}: no importance matrix: its general.type is {kind!r}, not 'imatrix'")
+        if not is_imatrix(header):
+            raise ValueError(f"{path}: {_of_another_kind(header)}")
         weights = {n.removesuffix(s): None for n in header.tensors for s in (_SUMS, _COUNTS) if n.endswith(s)}
         if not weights:
             raise ValueError(f"{path}: no importance matrix: it has no tensors *{_SUMS} and *{_COUNTS}")
@@ -144,6 +150,17 @@ def _of_gguf(path: Path, name: str) -> Imatrix:
         )
     finally:
         file.close()
+
+
+def _of_another_kind(header: Header) -> str:
+    """What a GGUF file is that is taken for an importance matrix."""
+    kind = header.metadata.get("general.type")
+    if same_value(kind, "model") or (kind is None and "general.architecture" in header.metadata):
+        return f"a model, {_MADE}"
+    return f"no importance matrix: its general.type is {told(kind)}, not {_KIND!r}"
+
+
+_MADE = "not an importance matrix, which cuquant imatrix or llama-imatrix makes of a model and a text"
 
 
 def _mean(file: File, weight: str) -> NDArray[np.float32]:
@@ -186,7 +203,7 @@ def write(path: Path, sums: Mapping[str, Sums], dataset: str, chunks: int, ctx: 
             pass  # that of models, which such a file is none of
 
     with closing(Writer(path, arch="")) as writer:
-        writer.add_type("imatrix")
+        writer.add_type(_KIND)
         writer.add_array("imatrix.datasets", [os.fsencode(dataset).decode(errors="replace")])  # a file's name
         writer.add_uint32("imatrix.chunk_count", chunks)
         writer.add_uint32("imatrix.chunk_size", ctx)
@@ -238,6 +255,8 @@ class _Older:
         """A count of entries that the file can hold: the format has no other mark."""
         if pointer := of_pointer(bytes(self.buffer[: len(LFS_POINTER)])):
             raise ValueError(f"{self.path}: no importance matrix, but {pointer}")
+        if is_begun(bytes(self.buffer[:9])):
+            raise ValueError(f"{self.path}: a safetensors file, {_MADE}")
         count = self.number("the number of entries")
         if not 0 < count <= (len(self.buffer) - self.pos) // _MIN_ENTRY_BYTES:
             raise ValueError(
