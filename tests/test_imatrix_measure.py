@@ -3,6 +3,7 @@ command, and what is refused."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from scoring import TEXT, chunked
 from synthetic import EXPERTS, QWEN3, QWEN3_MOE, Spec, some_tokens, tensors, write
 
 import cuquant as cq
+from cuquant import cli
 from cuquant.eval import config
 from cuquant.eval.llama import Llama
 from cuquant.io import imatrix
@@ -387,7 +389,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_the_command(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     target = tmp_path / "i.gguf"
-    done = run("imatrix", model, text, "-o", target, "--ctx", CTX, "--chunks", 3)
+    done = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX, "--chunks", 3)
     assert (done.status, done.out) == (0, "")
     assert done.err.startswith(f"{target}: importance of 14 tensors, by 3 chunks of 16 tokens, ")
     assert done.err.count("\n") == 1
@@ -396,11 +398,22 @@ def test_the_command(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     assert list(made) == list(expected)
     assert all(np.array_equal(made[name], expected[name]) for name in made)
     with untouched(tmp_path):
-        again = run("imatrix", model, text, "-o", target, "--ctx", CTX)
+        again = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX)
     assert_one_line_error(again)
     assert again.err == f"cuquant: error: {target} exists; --force replaces it\n"
     done = run(
-        "imatrix", model, text, "-o", target, "--ctx", CTX, "--chunks", 1, "--force", "--process-output"
+        "imatrix",
+        model,
+        "--text",
+        text,
+        "-o",
+        target,
+        "--ctx",
+        CTX,
+        "--chunks",
+        1,
+        "--force",
+        "--process-output",
     )
     assert f"{target}: importance of 15 tensors, by 1 chunk of 16 tokens, " in done.err
 
@@ -424,7 +437,7 @@ def test_other_texts_of_the_command(
     target, ids = tmp_path / "i.gguf", tmp_path / "ids.npy"
     np.save(ids, cq.Tokenizer.from_metadata(cq.open(model, "cpu")).encode(TEXT))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-    given = ("-",) if source == "stdin" else ("--tokens", ids)
+    given = ("--text", "-") if source == "stdin" else ("--tokens", ids)
     assert run("imatrix", model, *given, "-o", target, "--ctx", CTX).status == 0
     expected = cq.measure_importance(model, text=text, ctx=CTX)
     made = cq.read_imatrix(target)
@@ -435,9 +448,12 @@ def test_other_texts_of_the_command(
     ("arguments", "problem"),
     [
         (("m.gguf",), "the following arguments are required: -o"),
-        (("m.gguf", "-o", "i.gguf"), "one of the arguments TEXT --tokens is required"),
-        (("m.gguf", "t.txt", "--tokens", "i.npy", "-o", "i.gguf"), "not allowed with argument"),
-        (("m.gguf", "t.txt", "-o", "i.gguf", "--ctx", "0"), "argument --ctx: '0' is not a positive whole"),
+        (("m.gguf", "-o", "i.gguf"), "one of the arguments --text --tokens is required"),
+        (("m.gguf", "--text", "t.txt", "--tokens", "i.npy", "-o", "i.gguf"), "not allowed with argument"),
+        (
+            ("m.gguf", "--text", "t.txt", "-o", "i.gguf", "--ctx", "0"),
+            "argument --ctx: '0' is not a positive whole",
+        ),
     ],
 )
 def test_wrong_usage(run: Run, arguments: tuple[str, ...], problem: str) -> None:
@@ -446,11 +462,26 @@ def test_wrong_usage(run: Run, arguments: tuple[str, ...], problem: str) -> None
     assert problem in done.err
 
 
+def test_a_text_is_given_as_to_eval() -> None:
+    (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    names = ("text", "tokens", "ctx", "chunks", "device")
+    ours, evals = (
+        [
+            vars(action) | {"container": None}
+            for action in commands.choices[name]._actions
+            if action.dest in names
+        ]
+        for name in ("imatrix", "eval")
+    )
+    assert len(ours) == len(names)
+    assert ours == evals
+
+
 @pytest.mark.parametrize("file", ["model", "text"])
 def test_files_that_are_missing(run: Run, model: Path, text: Path, tmp_path: Path, file: str) -> None:
     given = (tmp_path / "none", text) if file == "model" else (model, tmp_path / "none")
     with untouched(tmp_path):
-        done = run("imatrix", *given, "-o", tmp_path / "i.gguf")
+        done = run("imatrix", given[0], "--text", given[1], "-o", tmp_path / "i.gguf")
     assert_one_line_error(done)
     assert f"{tmp_path / 'none'}" in done.err
 
@@ -471,7 +502,7 @@ def test_an_interruption_leaves_nothing(
     monkeypatch.setattr(Llama, "hidden", interrupted)
     target = tmp_path / "i.gguf"
     with untouched(tmp_path):
-        done = run("imatrix", model, text, "-o", target, "--ctx", CTX)
+        done = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX)
     assert_interrupted(done, f"{target} was not written, and no part of it is left")
 
 

@@ -52,9 +52,7 @@ def _add_eval(commands: Any) -> None:
         default=[],
         help="requantize a float model's weight matrices to each of these, and compare with the original",
     )
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="FILE", type=Path, help=_TEXT)
-    _add_tokens(command, source)
+    _add_text(command)
     command.add_argument(
         "--activations",
         choices=("f16", "q8_1"),
@@ -81,11 +79,15 @@ def _add_eval(commands: Any) -> None:
     )
 
 
-_TEXT = "UTF-8 text (- for standard input), tokenized with the model's vocabulary"
-
-
-def _add_tokens(command: argparse.ArgumentParser, source: Any) -> None:
-    """What stands for a text, and how it is cut."""
+def _add_text(command: argparse.ArgumentParser) -> None:
+    """What a model is run over, and how it is cut."""
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="UTF-8 text (- for standard input), tokenized with the model's vocabulary",
+    )
     source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
     command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
     command.add_argument("--chunks", type=positive_int, metavar="N", help="how many chunks to use (all)")
@@ -166,9 +168,7 @@ def _add_imatrix(commands: Any) -> None:
     command.add_argument(
         "model", metavar="MODEL.gguf", help="or MODEL.safetensors that quantize or dequantize wrote"
     )
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("text", metavar="TEXT", nargs="?", type=Path, help=_TEXT)
-    _add_tokens(command, source)
+    _add_text(command)
     command.add_argument("--process-output", action="store_true", help="measure the output matrix, too")
     _add_device(command)
     command.add_argument(
