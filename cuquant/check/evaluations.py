@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from .common import a_or_an
+from .common import a_or_an, count
 
 
 def several_formats(value: Any) -> list[Any]:
@@ -27,6 +27,11 @@ def token_vector(value: Any) -> NDArray[np.integer[Any]]:
         given = f"an empty {type(value).__name__}" if empty else f"{ids.ndim}-D {ids.dtype}"
         raise TypeError(f"tokens are a 1-D integer array, not {given}")
     return ids
+
+
+def chunking(ctx: Any, chunks: Any) -> tuple[int, int | None]:
+    """Tokens of a chunk, and how many chunks there are to be at most, or None."""
+    return count(ctx, "ctx", 4), None if chunks is None else count(chunks, "chunks")
 
 
 def require_finite_scores(

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import check
 from ..render import counted, escaped
-from .arguments import left_at, recipe_or_format, replacing_by_option, subcommand
+from .arguments import add_device, add_table_style, left_at, recipe_or_format, replacing_by_option, subcommand
 
 
 def add(commands: Any) -> None:
@@ -69,9 +69,7 @@ def _add_how(command: argparse.ArgumentParser, verb: str) -> None:
         metavar="PATTERN",
         help="copy tensors of these names unchanged (shell pattern; may be repeated)",
     )
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help=f"where to {verb} (the GPU where one can be used)"
-    )
+    add_device(command, verb)
     command.add_argument("--force", action="store_true", help="replace OUT")
 
 
@@ -202,9 +200,7 @@ def _add_compare(commands: Any) -> None:
         "a", metavar="A", help="A.gguf or A.safetensors: the reference, usually the float original"
     )
     command.add_argument("b", metavar="B", help="B.gguf or B.safetensors")
-    command.add_argument(
-        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
-    )
+    add_table_style(command)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

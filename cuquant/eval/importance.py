@@ -17,7 +17,7 @@ from ..io import imatrix
 from ..io.imatrix import Sums
 from ..io.model import Model
 from ..io.rewrite import new_file
-from ..render import counted
+from ..render import counted, progress_bar
 from .contenders import Contender
 from .evaluate import batches, check_ids, cut, on_device, runnable, text_or_tokens, token_ids, warn_of_context
 from .llama import Array, Weight
@@ -94,7 +94,7 @@ def measure_importance(
     UserWarning
         No token was routed to some of the experts; or as `evaluate` warns of `ctx`, and `cuquant.open`.
     """
-    ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
+    ctx, chunks = check.chunking(ctx, chunks)
     process_output, given = check.flag(process_output, "process_output"), text_or_tokens(text, tokens)
     source = on_device(model, device)
     with ExitStack() as opened:
@@ -163,8 +163,6 @@ def _sums(
     contender: Contender, pieces: NDArray[np.integer[Any]], process_output: bool, progress: bool
 ) -> dict[str, Sums]:
     """Sums over all tokens of all chunks, by names of weights; ValueError at the chunk that spoils them."""
-    from tqdm import tqdm
-
     inputs = _Inputs(contender.tensors)
     model = runnable(contender, pieces.shape[1], inputs=inputs.add)
     check_ids(pieces, [model], [contender])
@@ -182,7 +180,7 @@ def _sums(
 
     with (
         np.errstate(all="ignore"),  # what is not finite is said with a name
-        tqdm(total=len(pieces), unit="chunk", disable=None if progress else True) as bar,
+        progress_bar(progress, "chunk", total=len(pieces)) as bar,
     ):
         done = 0
         for batch in batches(pieces):

@@ -33,6 +33,7 @@ from .header import (
     MAX_NAME_BYTES,
     MAX_RANK,
     Buffer,
+    Cursor,
     GGUFError,
     Header,
     Mapped,
@@ -181,13 +182,11 @@ def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
     return SafetensorsError(f"{no}, but a safetensors file: {OTHER_READERS}")
 
 
-class _Scanner:
+class _Scanner(Cursor):
     """A cursor over the bytes of a header."""
 
     def __init__(self, buffer: Buffer, source: str) -> None:
-        self.buffer = buffer
-        self.source = source
-        self.pos = 0
+        super().__init__(buffer, source)
         self.entry = 0  # where the key or tensor that is being read begins, for errors
         self.items_left = MAX_ARRAY_ITEMS
         self.text_left = MAX_TEXT_BYTES
@@ -195,12 +194,6 @@ class _Scanner:
     def fail(self, problem: str) -> NoReturn:
         """Raise the error of the entry being read."""
         raise GGUFError(f"{self.source}: {problem} (at byte {self.entry})") from None
-
-    def need(self, nbytes: int, what: str) -> None:
-        """Refuse what does not fit into the bytes left."""
-        left = len(self.buffer) - self.pos
-        if nbytes > left:
-            self.fail(f"{what} needs {nbytes} bytes, but {left} are left: the file is damaged or cut short")
 
     def bound(self, count: int, what: str, least: int, most: int) -> None:
         """Refuse a count of things of at least `least` bytes that is above `most` or cannot fit."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from .. import check
 from ..render import told
 from .gguf import File
-from .header import MAX_NAME_BYTES, Header, Mapped, quote, same_value
+from .header import MAX_NAME_BYTES, Cursor, Header, Mapped, quote, same_value
 from .metadata import IMATRIX
 from .safetensors import is_begun
 from .words import LFS_POINTER, of_pointer
@@ -222,16 +222,11 @@ def _of_older(path: Path, name: str) -> Imatrix:
             raise ValueError(f"{path}: the file is empty")
         buffer = Mapped(file.fileno(), 0, access=mmap.ACCESS_READ)
     with buffer:
-        return _Older(buffer, path).read(name)
+        return _Older(buffer, str(path)).read(name)
 
 
-class _Older:
+class _Older(Cursor):
     """A cursor over the bytes of a file of the older format; no view of them is kept."""
-
-    def __init__(self, buffer: Mapped, path: Path) -> None:
-        self.buffer = buffer
-        self.path = path
-        self.pos = 0
 
     def read(self, name: str) -> Imatrix:
         """The importance matrix; every count is held against the bytes left before anything is made."""
@@ -254,13 +249,13 @@ class _Older:
     def require_older(self) -> None:
         """A count of entries that the file can hold: the format has no other mark."""
         if pointer := of_pointer(bytes(self.buffer[: len(LFS_POINTER)])):
-            raise ValueError(f"{self.path}: no importance matrix, but {pointer}")
+            raise ValueError(f"{self.source}: no importance matrix, but {pointer}")
         if is_begun(bytes(self.buffer[:9])):
-            raise ValueError(f"{self.path}: a safetensors file, {_MADE}")
+            raise ValueError(f"{self.source}: a safetensors file, {_MADE}")
         count = self.number("the number of entries")
         if not 0 < count <= (len(self.buffer) - self.pos) // _MIN_ENTRY_BYTES:
             raise ValueError(
-                f"{self.path}: no importance matrix: no GGUF file, and one of the older format would have "
+                f"{self.source}: no importance matrix: no GGUF file, and one of the older format would have "
                 f"{count} entries here, in {len(self.buffer) - self.pos} bytes"
             )
         self.pos = 0
@@ -279,7 +274,7 @@ class _Older:
         count = self.length(f"{what}", 1, len(self.buffer), "values")
         self.need(4 * count, what)
         values = np.frombuffer(self.buffer, "<f4", count, self.pos).astype(np.float32)
-        check.require_importance(values, f"{self.path}: {what}")
+        check.require_importance(values, f"{self.source}: {what}")
         self.pos += 4 * count
         return values / np.float32(calls) if calls > 0 else values
 
@@ -299,13 +294,3 @@ class _Older:
         self.need(nbytes, what)
         self.pos += nbytes
         return bytes(self.buffer[self.pos - nbytes : self.pos])
-
-    def need(self, nbytes: int, what: str) -> None:
-        """Refuse what does not fit into the bytes left."""
-        left = len(self.buffer) - self.pos
-        if nbytes > left:
-            self.fail(f"{what} needs {nbytes} bytes, but {left} are left: the file is damaged or cut short")
-
-    def fail(self, problem: str) -> NoReturn:
-        """Raise an error at the cursor."""
-        raise ValueError(f"{self.path}: {problem} (at byte {self.pos})") from None

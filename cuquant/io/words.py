@@ -26,12 +26,12 @@ def of_pointer(head: bytes) -> str | None:
 IMPORTANCE = (
     "an importance matrix, not a model: cuquant quantize --imatrix takes it, and quantize_file(importance=)"
 )
-"""What a file is that is taken for a model, and what to do."""
+"""What an importance matrix is that is taken for a model, and what to do."""
 
 
 def of_importance(head: bytes) -> str | None:
-    """The same of a file that begins so, where it is an importance matrix of llama.cpp's older format, with a
-    count of entries and the name of a weight behind its length; None of others."""
+    """What a file is that begins so, and what to do, where it is an importance matrix of llama.cpp's older
+    format: a count of entries, and the name of a weight behind its length; None of others."""
     count, length = (int.from_bytes(head[at : at + 4], "little", signed=True) for at in (0, 4))
     name = head[8 : 8 + max(length, 0)]
     return IMPORTANCE if count > 0 and len(name) == length and name.endswith(b".weight") else None
