@@ -7,6 +7,7 @@ import html
 import io
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,13 @@ def told(value: Any) -> str:
 def cut(text: str, width: int = 72) -> str:
     """A text cut to so many characters; what is missing is three dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def progress_bar(shown: bool, unit: str, over: Iterable[Any] | None = None, total: int | None = None) -> Any:
+    """tqdm's bar on stderr, if it is to be shown and that is a terminal: of things, or of so many steps."""
+    from tqdm import tqdm
+
+    return tqdm(over, total=total, unit=unit, disable=None if shown else True)
 
 
 def rows_to_csv(rows: list[dict[str, Any]], columns: list[str]) -> str:

@@ -14,6 +14,7 @@ from .formats import Format
 from .formats.kernels import kernels_of
 from .io.model import Model, open as open_model
 from .plan.blocks import activation_kernels
+from .render import progress_bar
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows of x that are prepared for, unless others are asked for: decoding and a prompt."""
@@ -59,8 +60,6 @@ def warmup(
     RuntimeError
         There is no GPU to compile for; or a kernel does not compile (`KernelError`, with the log).
     """
-    from tqdm import tqdm
-
     device.cupy()  # says why there is none
     batches = check.batches_to_warm_up(batches)
     found, top_k = _weights(weights)
@@ -71,7 +70,7 @@ def warmup(
     ]
     needed = list(dict.fromkeys(needed))
     made = jit.compile_ahead(needed)
-    with tqdm(made, total=len(needed), unit="kernel", disable=None if progress else True) as bar:
+    with progress_bar(progress, "kernel", made, len(needed)) as bar:
         return sum(1 for _ in bar)
 
 

@@ -101,6 +101,16 @@ def test_importance_as_on_the_cpu(tmp_path: Path, spec: Spec, matrices: Type) ->
         np.testing.assert_allclose(gpu[name], expected, rtol=0.05, err_msg=name)
 
 
+def test_inputs_whose_squares_float32_does_not_hold(tmp_path: Path) -> None:
+    weights: dict[str, Any] = {"output_norm.weight": np.full(64, 1e19, np.float32)}
+    path = write(tmp_path / "model.gguf", Spec(), **weights)
+    problem = (
+        r"sums of squared inputs of 'output\.weight' in chunk 1 of 4 that are NaN or infinite: its weights"
+    )
+    with pytest.raises(ValueError, match=problem):
+        cq.measure_importance(path, tokens=some_tokens(256), ctx=64, process_output=True, device="cuda")
+
+
 def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:
     reference = json.loads((ROOT / "tests/data/reference.json").read_text())["float32"]
     text = ROOT / "examples/data/heldout-public.txt"

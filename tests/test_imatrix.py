@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,21 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from commands import Run, assert_one_line_error
 from gguf import GGUFValueType as Value
-from gguf_files import entry, gguf_file, tensor, u32
+from gguf_files import entry, gguf_file, tensor, u32, untouched, write
 from hypothesis import given, settings, strategies as st
 from imatrix_files import (
     DOWN,
     EXPERTS,
+    TENSORS,
     UP,
     F,
     K,
     i32,
     in_gguf,
     metadata,
+    model,
     older,
     older_entry,
     squares,
@@ -134,9 +138,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "bytes behind": (OLDER + b"x", "1 bytes follow the dataset's name"),
     # GGUF.
     "GGUF cut": (GGUF[:-40], "cut short"),
-    "GGUF of a model": (
-        gguf_file(metadata("model"), [tensor("w.in_sum2", [1])], bytes(4)),
-        "'model', not 'im",
+    "GGUF of an adapter": (
+        gguf_file(metadata("adapter"), [tensor("w.in_sum2", [1])], bytes(4)),
+        "its general.type is 'adapter', not 'imatrix'",
     ),
     "GGUF of no kind": (gguf_file(), "its general.type is None, not 'imatrix'"),
     "GGUF of a number": (gguf_file([entry("general.type", Value.UINT32, u32(3))]), "general.type is 3, not"),
@@ -200,3 +204,93 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         cq.read_imatrix("")
     with pytest.raises(IsADirectoryError, match="is a folder, not the file of an importance matrix"):
         cq.read_imatrix(tmp_path)
+
+
+# Files that are taken for each other.
+
+
+@pytest.fixture(params=["GGUF", "older"])
+def matrix(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An importance matrix of either format."""
+    path = tmp_path / "i.imatrix"
+    if request.param == "GGUF":
+        return in_gguf(path, {UP: (squares(K), [4.0])})
+    path.write_bytes(older(older_entry(UP, 4, squares(K))))
+    return path
+
+
+IN_PLACE_OF_A_MODEL = (
+    r"i\.imatrix: an importance matrix, not a model: cuquant quantize --imatrix takes it, and "
+    r"quantize_file\(importance=\)$"
+)
+
+
+def test_an_importance_matrix_is_no_model(tmp_path: Path, matrix: Path) -> None:
+    source, new = model(tmp_path / "s.gguf"), tmp_path / "new.gguf"
+    ids: dict[str, Any] = {"tokens": np.zeros(8, int), "ctx": 4}
+    for refused in (
+        lambda: cq.open(matrix),
+        lambda: cq.evaluate(matrix, **ids),
+        lambda: cq.evaluate(source, base=matrix, **ids),
+        lambda: cq.evaluate_files([source, matrix], **ids),
+        lambda: cq.measure_importance(matrix, new, **ids),
+        lambda: cq.quantize_file(matrix, new, "q4_k"),
+        lambda: cq.dequantize_file(matrix, new),
+        lambda: cq.compare(source, matrix),
+        lambda: cq.compare(matrix, source),
+    ):
+        with untouched(tmp_path), pytest.raises(cq.GGUFError, match=IN_PLACE_OF_A_MODEL):
+            refused()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "eval MATRIX --tokens IDS",
+        "eval SOURCE MATRIX --tokens IDS",
+        "eval SOURCE --base MATRIX --tokens IDS",
+        "imatrix MATRIX --tokens IDS -o NEW",
+        "quantize MATRIX NEW --format q4_k",
+        "quantize MATRIX NEW --format q4_k --imatrix SOURCE",
+        "dequantize MATRIX NEW",
+        "compare MATRIX SOURCE",
+        "compare SOURCE MATRIX",
+    ],
+)
+@pytest.mark.usefixtures("matrix")
+def test_commands_say_where_it_belongs(run: Run, tmp_path: Path, words: str) -> None:
+    names = {"MATRIX": "i.imatrix", "SOURCE": "s.gguf", "IDS": "ids.npy", "NEW": "new.gguf"}
+    model(tmp_path / names["SOURCE"])
+    np.save(tmp_path / names["IDS"], np.zeros(512, int))
+    with untouched(tmp_path):
+        done = run(*(tmp_path / names[word] if word in names else word for word in words.split()))
+    assert_one_line_error(done)
+    assert re.search(IN_PLACE_OF_A_MODEL, done.err.rstrip("\n"))
+
+
+def test_dump_shows_what_is_in_it(run: Run, tmp_path: Path) -> None:
+    done = run("dump", in_gguf(tmp_path / "i.gguf", {UP: (squares(K), [4.0])}))
+    assert (done.status, done.err) == (0, "")
+    assert "imatrix.chunk_count" in done.out
+    assert f"{UP}.in_sum2" in done.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("GGUF", "a model"), ("typed", "a model"), ("safetensors", "a safetensors file")]
+)
+def test_a_model_is_no_importance_matrix(run: Run, tmp_path: Path, kind: str, told: str) -> None:
+    """Whether its metadata say what it is or not."""
+    source, given = model(tmp_path / "s.gguf"), tmp_path / "m"
+    if kind == "safetensors":
+        given = tmp_path / "m.safetensors"
+        cq.quantize_file(source, given, "kbit4")
+    else:
+        keys: dict[str, Any] = {"type": "model"} if kind == "typed" else {}
+        write(given, dict(TENSORS), **keys)
+    problem = f"{given}: {told}, not an importance matrix, which cuquant imatrix or llama-imatrix makes of a "
+    with untouched(tmp_path):
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            cq.read_imatrix(given)
+        done = run("quantize", source, tmp_path / "new.gguf", "--format", "q4_k", "--imatrix", given)
+    assert_one_line_error(done)
+    assert problem in done.err

@@ -3,6 +3,7 @@ command, and what is refused."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -21,9 +22,10 @@ from gguf_files import HELD_OUT, NANO, untouched
 from imatrix_files import F
 from llama_oracle import F64, Oracle
 from scoring import TEXT, chunked
-from synthetic import EXPERTS, QWEN3, QWEN3_MOE, Spec, some_tokens, write
+from synthetic import EXPERTS, QWEN3, QWEN3_MOE, Spec, some_tokens, tensors, write
 
 import cuquant as cq
+from cuquant import cli
 from cuquant.eval import config
 from cuquant.eval.llama import Llama
 from cuquant.io import imatrix
@@ -287,21 +289,92 @@ def test_weights_that_are_no_numbers(tmp_path: Path, target: str | None) -> None
     weights: dict[str, Any] = {"blk.1.attn_q.weight": np.full((64, 64), np.nan, F)}
     path = write(tmp_path / "m.gguf", Spec(), **weights)
     problem = (
-        r"m\.gguf \(f16\) has states that are NaN or infinite: tensor 'blk\.1\.attn_q\.weight' has weights"
+        r"m\.gguf \(f16\) has sums of squared inputs of 'blk\.1\.attn_output\.weight' in chunk 1 of 2 "
+        r"that are NaN or infinite: tensor 'blk\.1\.attn_q\.weight' has weights that are NaN or infinite: c"
     )
     with untouched(tmp_path), pytest.raises(ValueError, match=problem):
-        short(path, target=None if target is None else tmp_path / target)
+        short(path, tokens=some_tokens(2 * CTX), target=None if target is None else tmp_path / target)
 
 
-def test_sums_that_float32_does_not_hold(tmp_path: Path) -> None:
-    weights: dict[str, Any] = {"output_norm.weight": np.full(64, 1e19, F)}
+def test_states_that_are_no_numbers(tmp_path: Path) -> None:
+    """Which nothing that is measured is multiplied by."""
+    weights: dict[str, Any] = {"output_norm.weight": np.full(64, np.inf, F)}
     path = write(tmp_path / "m.gguf", Spec(), **weights)
-    short(path)
+    with pytest.raises(ValueError, match="has states in chunk 1 of 1 that are NaN or infinite: tensor 'outp"):
+        short(path)
+
+
+RARE, COLUMN = 7, 3
+"""A token of only one chunk, and the only column of the embedding in which it is not 0, as no other is."""
+
+
+def with_a_rare_token(path: Path) -> Path:
+    """A model whose first matrices have inputs at that token whose squares float32 does not hold; they make
+    nothing of them, and all states are finite."""
+    made: dict[str, Any] = {name: each.copy() for name, each in tensors(Spec()).items()}
+    made["token_embd.weight"][:, COLUMN] = 0
+    made["token_embd.weight"][RARE] = np.eye(64)[COLUMN]
+    made["blk.0.attn_norm.weight"][COLUMN] = 1e20
+    for part in "qkv":
+        made[f"blk.0.attn_{part}.weight"][:, COLUMN] = 0
+    return write(path, Spec(), **made)
+
+
+@pytest.mark.parametrize("together", [1, 3, 9])
+@pytest.mark.parametrize("chunk", [1, 2, 6])
+def test_the_chunk_that_spoils_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, chunk: int
+) -> None:
+    """Is named, however many pass through the model together, and none after them does."""
+    path, ids = with_a_rare_token(tmp_path / "m.gguf"), np.where(some_tokens(6 * CTX) == RARE, 8, 9)
+    ids[CTX * chunk - 1] = RARE
+    seen: list[int] = []
+    real = Llama.hidden
+
+    def hidden(self: Llama, tokens: Any, first: int) -> Any:
+        seen.append(len(tokens))
+        states = real(self, tokens, first)
+        assert np.isfinite(states).all()
+        return states
+
+    monkeypatch.setattr(Llama, "hidden", hidden)
+    monkeypatch.setattr(sys.modules["cuquant.eval.evaluate"], "BATCH_TOKENS", together * CTX)
+    before = chunk - 1
+    advice = rf", or the chunks before \(chunks={before}, --chunks {before}\)" if before else ""
     problem = (
-        r"\(f16\) has inputs of 'output\.weight' with squares that are NaN or infinite: its weights are not"
+        rf"m\.gguf \(f32\) has sums of squared inputs of 'blk\.0\.attn_q\.weight' in chunk {chunk} of 6 "
+        r"that are NaN or infinite: its weights are not, but what they make of the text: "
+        rf"take another text{advice}$"
     )
     with untouched(tmp_path), pytest.raises(ValueError, match=problem):
-        short(path, process_output=True, target=tmp_path / "i.gguf")
+        short(path, tokens=ids, target=tmp_path / "i.gguf")
+    batches = [min(together, 6 - start) for start in range(0, chunk, together)]
+    assert seen == [*batches, *[1] * (before % together + 1)]
+    if before:
+        short(path, tokens=ids, chunks=before, target=tmp_path / "i.gguf")
+
+
+@pytest.mark.parametrize("together", [1, 6])
+def test_sums_of_several_chunks_that_float32_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Though it holds those of each."""
+    ids, plain = some_tokens(6 * CTX), write(tmp_path / "plain.gguf", Spec())
+    four, five = (
+        n * CTX * short(plain, tokens=ids, chunks=n, process_output=True)["output.weight"].max()
+        for n in (4, 5)
+    )
+    factor = np.sqrt(np.finfo(F).max / np.sqrt(four * five))
+    weights: dict[str, Any] = {"output_norm.weight": tensors(Spec())["output_norm.weight"] * factor}
+    path = write(tmp_path / "m.gguf", Spec(), **weights)
+    short(path, tokens=ids)
+    short(path, tokens=ids, chunks=4, process_output=True)
+    monkeypatch.setattr(sys.modules["cuquant.eval.evaluate"], "BATCH_TOKENS", together * CTX)
+    problem = (
+        r"sums of squared inputs of 'output\.weight' in chunk 5 of 6 that are .* before \(chunks=4, --chunks"
+    )
+    with untouched(tmp_path), pytest.raises(ValueError, match=problem):
+        short(path, tokens=ids, process_output=True, target=tmp_path / "i.gguf")
 
 
 # The command.
@@ -316,7 +389,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_the_command(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     target = tmp_path / "i.gguf"
-    done = run("imatrix", model, text, "-o", target, "--ctx", CTX, "--chunks", 3)
+    done = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX, "--chunks", 3)
     assert (done.status, done.out) == (0, "")
     assert done.err.startswith(f"{target}: importance of 14 tensors, by 3 chunks of 16 tokens, ")
     assert done.err.count("\n") == 1
@@ -325,11 +398,22 @@ def test_the_command(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     assert list(made) == list(expected)
     assert all(np.array_equal(made[name], expected[name]) for name in made)
     with untouched(tmp_path):
-        again = run("imatrix", model, text, "-o", target, "--ctx", CTX)
+        again = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX)
     assert_one_line_error(again)
     assert again.err == f"cuquant: error: {target} exists; --force replaces it\n"
     done = run(
-        "imatrix", model, text, "-o", target, "--ctx", CTX, "--chunks", 1, "--force", "--process-output"
+        "imatrix",
+        model,
+        "--text",
+        text,
+        "-o",
+        target,
+        "--ctx",
+        CTX,
+        "--chunks",
+        1,
+        "--force",
+        "--process-output",
     )
     assert f"{target}: importance of 15 tensors, by 1 chunk of 16 tokens, " in done.err
 
@@ -353,7 +437,7 @@ def test_other_texts_of_the_command(
     target, ids = tmp_path / "i.gguf", tmp_path / "ids.npy"
     np.save(ids, cq.Tokenizer.from_metadata(cq.open(model, "cpu")).encode(TEXT))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-    given = ("-",) if source == "stdin" else ("--tokens", ids)
+    given = ("--text", "-") if source == "stdin" else ("--tokens", ids)
     assert run("imatrix", model, *given, "-o", target, "--ctx", CTX).status == 0
     expected = cq.measure_importance(model, text=text, ctx=CTX)
     made = cq.read_imatrix(target)
@@ -364,9 +448,12 @@ def test_other_texts_of_the_command(
     ("arguments", "problem"),
     [
         (("m.gguf",), "the following arguments are required: -o"),
-        (("m.gguf", "-o", "i.gguf"), "one of the arguments TEXT --tokens is required"),
-        (("m.gguf", "t.txt", "--tokens", "i.npy", "-o", "i.gguf"), "not allowed with argument"),
-        (("m.gguf", "t.txt", "-o", "i.gguf", "--ctx", "0"), "argument --ctx: '0' is not a positive whole"),
+        (("m.gguf", "-o", "i.gguf"), "one of the arguments --text --tokens is required"),
+        (("m.gguf", "--text", "t.txt", "--tokens", "i.npy", "-o", "i.gguf"), "not allowed with argument"),
+        (
+            ("m.gguf", "--text", "t.txt", "-o", "i.gguf", "--ctx", "0"),
+            "argument --ctx: '0' is not a positive whole",
+        ),
     ],
 )
 def test_wrong_usage(run: Run, arguments: tuple[str, ...], problem: str) -> None:
@@ -375,13 +462,38 @@ def test_wrong_usage(run: Run, arguments: tuple[str, ...], problem: str) -> None
     assert problem in done.err
 
 
+def test_a_text_is_given_as_to_eval() -> None:
+    (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    names = ("text", "tokens", "ctx", "chunks", "device")
+    ours, evals = (
+        [
+            vars(action) | {"container": None}
+            for action in commands.choices[name]._actions
+            if action.dest in names
+        ]
+        for name in ("imatrix", "eval")
+    )
+    assert len(ours) == len(names)
+    assert ours == evals
+
+
 @pytest.mark.parametrize("file", ["model", "text"])
 def test_files_that_are_missing(run: Run, model: Path, text: Path, tmp_path: Path, file: str) -> None:
     given = (tmp_path / "none", text) if file == "model" else (model, tmp_path / "none")
     with untouched(tmp_path):
-        done = run("imatrix", *given, "-o", tmp_path / "i.gguf")
+        done = run("imatrix", given[0], "--text", given[1], "-o", tmp_path / "i.gguf")
     assert_one_line_error(done)
     assert f"{tmp_path / 'none'}" in done.err
+
+
+def test_an_overflow_is_one_line(run: Run, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.where(np.arange(2 * CTX) == CTX, RARE, 9))
+    path = with_a_rare_token(tmp_path / "m.gguf")
+    with untouched(tmp_path):
+        done = run("imatrix", path, "--tokens", ids, "-o", tmp_path / "i.gguf", "--ctx", CTX)
+    assert_one_line_error(done)
+    assert "'blk.0.attn_q.weight' in chunk 2 of 2 that are NaN or infinite" in done.err
 
 
 def test_an_interruption_leaves_nothing(
@@ -390,7 +502,7 @@ def test_an_interruption_leaves_nothing(
     monkeypatch.setattr(Llama, "hidden", interrupted)
     target = tmp_path / "i.gguf"
     with untouched(tmp_path):
-        done = run("imatrix", model, text, "-o", target, "--ctx", CTX)
+        done = run("imatrix", model, "--text", text, "-o", target, "--ctx", CTX)
     assert_interrupted(done, f"{target} was not written, and no part of it is left")
 
 

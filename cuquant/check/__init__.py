@@ -119,6 +119,7 @@ from .common import (
     typed as typed,
 )
 from .evaluations import (
+    chunking as chunking,
     require_finite_scores as require_finite_scores,
     several_formats as several_formats,
     stored_fields as stored_fields,

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from .common import a_or_an
+from .common import a_or_an, count
 
 
 def several_formats(value: Any) -> list[Any]:
@@ -29,15 +29,23 @@ def token_vector(value: Any) -> NDArray[np.integer[Any]]:
     return ids
 
 
-def require_finite_scores(finite: bool, of: str, first_flaw: Callable[[], str | None]) -> None:
-    """What a model makes, as its scores, are numbers; `first_flaw` finds a tensor that holds others."""
+def chunking(ctx: Any, chunks: Any) -> tuple[int, int | None]:
+    """Tokens of a chunk, and how many chunks there are to be at most, or None."""
+    return count(ctx, "ctx", 4), None if chunks is None else count(chunks, "chunks")
+
+
+def require_finite_scores(
+    finite: bool, of: str, first_flaw: Callable[[], str | None], advice: str = ""
+) -> None:
+    """What a model makes, as its scores, are numbers; `first_flaw` finds a tensor that holds others, and
+    `advice` is what to do where none does."""
     if finite:
         return
     flaw = first_flaw()
     why = (
-        "its weights are not, but what they make of the text"
+        f"its weights are not, but what they make of the text{advice and f': {advice}'}"
         if flaw is None
-        else f"tensor {flaw!r} has weights that are NaN or infinite"
+        else f"tensor {flaw!r} has weights that are NaN or infinite: convert or download the file anew"
     )
     raise ValueError(f"{of} that are NaN or infinite: {why}")
 

@@ -29,6 +29,20 @@ def subcommand(
     return made
 
 
+def add_device(command: argparse.ArgumentParser, verb: str) -> None:
+    """Where a command does what it does."""
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help=f"where to {verb} (the GPU where one can be used)"
+    )
+
+
+def add_table_style(command: argparse.ArgumentParser) -> None:
+    """As what a command prints its table."""
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
 def stamp(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:
     """What changes when a file is replaced: its inode and time of change; None where there is no file."""
     try:

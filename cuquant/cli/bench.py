@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import device, formats
-from ..render import counted
-from .arguments import format_list, int_list, left_at, positive_int, subcommand
+from ..render import counted, progress_bar
+from .arguments import add_table_style, format_list, int_list, left_at, positive_int, subcommand
 
 
 def add(commands: Any) -> None:
@@ -100,9 +100,7 @@ def add(commands: Any) -> None:
         type=_plot_path,
         help="also draw rooflines of products, and times over the floor: .png, .svg or .pdf (notebook extra)",
     )
-    command.add_argument(
-        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
-    )
+    add_table_style(command)
     command.set_defaults(wrong_usage=command.error)
     command.epilog = (
         "In tables us are microseconds, as is all that ends so: floor_us, the time to move the bytes or to "
@@ -251,13 +249,11 @@ def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
 
 def _measured(arguments: argparse.Namespace) -> Any:
     """The record of what the arguments ask for, with what it held before."""
-    from tqdm import tqdm
-
     _, cells_of = _KINDS[arguments.what or _DEFAULT]
     record, cells, count = cells_of(arguments)
-    with tqdm(cells, total=count, unit="cell", disable=None) as bar:
+    with progress_bar(True, "cell", cells, count) as bar:
         for cell in bar:
-            tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
+            bar.write(f"{cell}: {cell.us} us", file=sys.stderr)
     return record
 
 

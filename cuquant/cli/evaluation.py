@@ -12,7 +12,15 @@ from typing import Any
 
 from .. import check
 from ..render import counted, cut, escaped
-from .arguments import file_format_list, left_at, positive_int, replacing_by_option, subcommand
+from .arguments import (
+    add_device,
+    add_table_style,
+    file_format_list,
+    left_at,
+    positive_int,
+    replacing_by_option,
+    subcommand,
+)
 
 
 def add(commands: Any) -> None:
@@ -52,9 +60,7 @@ def _add_eval(commands: Any) -> None:
         default=[],
         help="requantize a float model's weight matrices to each of these, and compare with the original",
     )
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="FILE", type=Path, help=_TEXT)
-    _add_tokens(command, source)
+    _add_text(command)
     command.add_argument(
         "--activations",
         choices=("f16", "q8_1"),
@@ -70,31 +76,27 @@ def _add_eval(commands: Any) -> None:
         help='evaluate also with quantized keys and values: 16, 8, 4, 3, 2, or by age as "8:64,4:256,2" (the '
         "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated",
     )
-    _add_device(command)
+    add_device(command, "compute")
     command.add_argument(
         "--tensors",
         action="store_true",
         help="also print the errors of every tensor, as a second table (csv is one table: those instead)",
     )
-    command.add_argument(
-        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    add_table_style(command)
+
+
+def _add_text(command: argparse.ArgumentParser) -> None:
+    """What a model is run over, and how it is cut."""
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="UTF-8 text (- for standard input), tokenized with the model's vocabulary",
     )
-
-
-_TEXT = "UTF-8 text (- for standard input), tokenized with the model's vocabulary"
-
-
-def _add_tokens(command: argparse.ArgumentParser, source: Any) -> None:
-    """What stands for a text, and how it is cut."""
     source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
     command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
     command.add_argument("--chunks", type=positive_int, metavar="N", help="how many chunks to use (all)")
-
-
-def _add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
-    )
 
 
 def _eval(arguments: argparse.Namespace) -> None:
@@ -166,11 +168,9 @@ def _add_imatrix(commands: Any) -> None:
     command.add_argument(
         "model", metavar="MODEL.gguf", help="or MODEL.safetensors that quantize or dequantize wrote"
     )
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("text", metavar="TEXT", nargs="?", type=Path, help=_TEXT)
-    _add_tokens(command, source)
+    _add_text(command)
     command.add_argument("--process-output", action="store_true", help="measure the output matrix, too")
-    _add_device(command)
+    add_device(command, "compute")
     command.add_argument(
         "-o", dest="target", required=True, metavar="FILE.gguf", help="where to write the importance matrix"
     )

@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from .. import check
 from ..render import counted, escaped
-from .arguments import left_at, recipe_or_format, replacing_by_option, subcommand
+from .arguments import add_device, add_table_style, left_at, recipe_or_format, replacing_by_option, subcommand
 
 
 def add(commands: Any) -> None:
@@ -68,9 +69,7 @@ def _add_how(command: argparse.ArgumentParser, verb: str) -> None:
         metavar="PATTERN",
         help="copy tensors of these names unchanged (shell pattern; may be repeated)",
     )
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help=f"where to {verb} (the GPU where one can be used)"
-    )
+    add_device(command, verb)
     command.add_argument("--force", action="store_true", help="replace OUT")
 
 
@@ -173,18 +172,20 @@ def _add_dump(commands: Any) -> None:
 def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
     from ..io.gguf import SafetensorsError
-    from ..io.model import opened
+    from ..io.model import Model
+    from ..io.parts import open_parts
 
     path, as_json = Path(arguments.model), arguments.style == "json"
-    try:
-        model = opened(path, "cpu")  # no tensor is read
-    except SafetensorsError:
-        listed = dump.of_safetensors(path, as_json) if path.is_file() else None
-        if listed is None:
-            raise
-        print(listed)
-        return
-    print(dump.as_json(model) if as_json else dump.as_text(model))
+    with ExitStack() as mapped:
+        try:
+            model = Model(open_parts(path, mapped), "cpu")  # an importance matrix, too; no tensor is read
+        except SafetensorsError:
+            listed = dump.of_safetensors(path, as_json) if path.is_file() else None
+            if listed is None:
+                raise
+            print(listed)
+        else:
+            print(dump.as_json(model) if as_json else dump.as_text(model))
 
 
 def _add_compare(commands: Any) -> None:
@@ -199,9 +200,7 @@ def _add_compare(commands: Any) -> None:
         "a", metavar="A", help="A.gguf or A.safetensors: the reference, usually the float original"
     )
     command.add_argument("b", metavar="B", help="B.gguf or B.safetensors")
-    command.add_argument(
-        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
-    )
+    add_table_style(command)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from ..io.header import same_value
 from ..io.model import Model, open as open_model
 from ..io.safetensors import load
 from ..ops.quantize import from_blocks
-from ..render import Columns, counted, escaped, render_records, to_json, to_pandas
+from ..render import Columns, counted, escaped, progress_bar, render_records, to_json, to_pandas
 from .scores import error_of
 
 _COLUMNS: Columns = {
@@ -156,12 +156,10 @@ def compare(
     GGUFError, ValueError
         A file is damaged, or of another kind; a Model is closed, or its file was changed since it was opened.
     """
-    from tqdm import tqdm
-
     with ExitStack() as opened:
         first, second = (_side(given, opened) for given in (a, b))
         names = list(dict.fromkeys([*first.names, *second.names]))
-        bar = opened.enter_context(tqdm(names, unit="tensor", disable=None if progress else True))
+        bar = opened.enter_context(progress_bar(progress, "tensor", names))
         both = first.metadata, second.metadata
         return Comparison(
             str(first.path),

@@ -56,11 +56,12 @@ class Contender:
             for name, tensor in self.tensors.items()
         )
 
-    def check_scores(self, finite: bool, what: str = "scores") -> None:
-        """ValueError where its scores, or other numbers that it makes, are not finite."""
+    def check_scores(self, finite: bool, what: str = "scores", advice: str = "") -> None:
+        """ValueError where its scores, or other numbers that it makes, are not finite; `advice` is what to do
+        where its weights are."""
         kv = "" if self.kv is None else f", keys and values in {self.kv.text}"
         of = f"{self.model.path} ({self.label}{kv}) has {what}"
-        check.require_finite_scores(finite, of, self._first_flaw)
+        check.require_finite_scores(finite, of, self._first_flaw, advice)
 
     def _first_flaw(self) -> str | None:
         """The first tensor that holds NaN or infinity, if there is one."""

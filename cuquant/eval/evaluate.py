@@ -19,7 +19,7 @@ from ..io import mixture
 from ..io.header import same_value
 from ..io.mixture import FormatLike
 from ..io.model import Model, open as open_model, opened, warn_of_fallback
-from ..render import counted
+from ..render import counted, progress_bar
 from . import config
 from .contenders import Contender, requantized
 from .kv import distinct_widths
@@ -119,7 +119,7 @@ def evaluate(
         `ctx` is longer than the contexts that the model was trained on; tensors are kept in float, as their K
         is no multiple of a format's blocks; or as `cuquant.open` and `cuquant.quantize` warn.
     """
-    ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
+    ctx, chunks = check.chunking(ctx, chunks)
     if activations not in ("f16", "q8_1"):
         raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
     formats = distinct(formats)
@@ -350,11 +350,9 @@ def _score(
 
     ValueError as soon as one is not finite.
     """
-    from tqdm import tqdm
-
     scores = [Tokens() for _ in models]
     where = _scored(pieces.shape[1])
-    with tqdm(total=len(pieces) * len(models), unit="chunk", disable=None if progress else True) as bar:
+    with progress_bar(progress, "chunk", total=len(pieces) * len(models)) as bar:
         for batch in batches(pieces):
             target = batch[:, where.start + 1 : where.stop + 1].reshape(-1)
             states = []

@@ -17,10 +17,12 @@ from ..io import imatrix
 from ..io.imatrix import Sums
 from ..io.model import Model
 from ..io.rewrite import new_file
-from ..render import counted
+from ..render import counted, progress_bar
 from .contenders import Contender
 from .evaluate import batches, check_ids, cut, on_device, runnable, text_or_tokens, token_ids, warn_of_context
 from .llama import Array, Weight
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def measure_importance(
@@ -78,8 +80,9 @@ def measure_importance(
         The architecture, or something in it, is not implemented (named), or a tensor or key is missing.
     TypeError, ValueError
         Before the model is run, as in `evaluate`: both or none of `text` and `tokens` are given, the text is
-        shorter than a chunk, and so on; or `target` is a file that is being read. While it is run: inputs of
-        weights are NaN or infinite, or the sums of their squares too large for float32.
+        shorter than a chunk, and so on; or `target` is a file that is being read. At the chunk where it
+        happens, which is named: inputs of weights are NaN or infinite, or the sums of their squares too large
+        for float32.
     OSError, GGUFError
         A file cannot be read, or is damaged (see `cuquant.open`). FileExistsError, before the model is run,
         where `target` exists and `force` is false, and other errors where nothing can be written there.
@@ -91,7 +94,7 @@ def measure_importance(
     UserWarning
         No token was routed to some of the experts; or as `evaluate` warns of `ctx`, and `cuquant.open`.
     """
-    ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
+    ctx, chunks = check.chunking(ctx, chunks)
     process_output, given = check.flag(process_output, "process_output"), text_or_tokens(text, tokens)
     source = on_device(model, device)
     with ExitStack() as opened:
@@ -135,38 +138,68 @@ class _Inputs:
         self._squares[weight.name][weight.expert] += added
         self._counts[weight.name][weight.expert] += len(rows)
 
-    def sums(self, contender: Contender) -> dict[str, Sums]:
-        """All sums, in float32 on the host; ValueError where it does not hold one."""
-        made = {}
-        for name, squares in self._squares.items():
-            with np.errstate(over="ignore"):
-                on_host = device_info.as_numpy(squares).astype(np.float32)
-            contender.check_scores(bool(np.isfinite(on_host).all()), f"inputs of {name!r} with squares")
-            made[name] = Sums(on_host, self._counts[name].astype(np.float32))
-        return made
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._squares.clear()
+        self._counts.clear()
+
+    def beyond(self) -> str | None:
+        """The first weight with a sum that is NaN, or that float32 does not hold; None where there is none.
+
+        This waits for a GPU.
+        """
+        fit = np.stack([(squares <= _LARGEST).all() for squares in self._squares.values()])
+        fits = zip(self._squares, device_info.as_numpy(fit), strict=True)
+        return next((name for name, held in fits if not held), None)
+
+    def sums(self) -> dict[str, Sums]:
+        """All of them, in float32 on the host."""
+        made = {name: device_info.as_numpy(squares) for name, squares in self._squares.items()}
+        counts = self._counts
+        return {n: Sums(each.astype(np.float32), counts[n].astype(np.float32)) for n, each in made.items()}
 
 
 def _sums(
     contender: Contender, pieces: NDArray[np.integer[Any]], process_output: bool, progress: bool
 ) -> dict[str, Sums]:
-    """Sums over all tokens of all chunks, by names of weights."""
-    from tqdm import tqdm
-
+    """Sums over all tokens of all chunks, by names of weights; ValueError at the chunk that spoils them."""
     inputs = _Inputs(contender.tensors)
     model = runnable(contender, pieces.shape[1], inputs=inputs.add)
     check_ids(pieces, [model], [contender])
+
+    def spoiled(batch: NDArray[np.integer[Any]]) -> str | None:
+        """Add the inputs of some chunks; what is not finite then, if anything is."""
+        states = model.hidden(batch, 0)
+        if process_output:
+            inputs.add(model.output, states)
+        # That this waits for each batch also keeps the host from running ahead of a GPU.
+        name = inputs.beyond()
+        if name is not None:
+            return f"sums of squared inputs of {name!r}"
+        return None if np.isfinite(states).all() else "states"
+
     with (
         np.errstate(all="ignore"),  # what is not finite is said with a name
-        tqdm(total=len(pieces), unit="chunk", disable=None if progress else True) as bar,
+        progress_bar(progress, "chunk", total=len(pieces)) as bar,
     ):
+        done = 0
         for batch in batches(pieces):
-            states = model.hidden(batch, 0)
-            if process_output:
-                inputs.add(model.output, states)
-            # One wait for each batch, which also keeps the host from running ahead of a GPU.
-            contender.check_scores(bool(np.isfinite(states).all()), "states")
+            found = spoiled(batch)
+            if found is not None:
+                # One by one, to tell which it is: the last where only sums of all batches are too large.
+                inputs.clear()
+                each = ((at, spoiled(chunk[None])) for at, chunk in enumerate(batch, done))
+                last = done + len(batch) - 1, found
+                before, found = next(((at, name) for at, name in each if name is not None), last)
+                fewer = f", or the chunks before (chunks={before}, --chunks {before})" if before else ""
+                contender.check_scores(
+                    False,
+                    f"{found} in chunk {before + 1:,} of {len(pieces):,}",
+                    f"take another text{fewer}",
+                )
+            done += len(batch)
             bar.update(len(batch))
-    return inputs.sums(contender)
+    return inputs.sums()
 
 
 def _warn_of_unreached(sums: Mapping[str, Sums]) -> None:

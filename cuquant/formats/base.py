@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, cached_property
 from inspect import signature
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check
+from .. import check, device
 from .kernels import Kernels
 
 _ENCODING = ("encode", "encode_with", "fit", "weights_of_errors")
@@ -307,6 +308,14 @@ class WholeMatrices(Format):
 
     @abstractmethod
     def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]: ...
+
+
+def chosen_rows(shape: tuple[int, ...], index: tuple[Any, ...]) -> NDArray[np.intp]:
+    """Numbers of the rows that an index takes of an array of that shape (..., N, K), as the result has them;
+    the index may name the last axis, as a whole."""
+    numbers = np.arange(prod(shape[:-1])).reshape(*shape[:-1], 1)
+    chosen: NDArray[np.intp] = numbers[tuple(map(device.as_numpy, index))][..., 0]
+    return chosen
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -17,14 +17,13 @@ reconstruct.cu).
 from __future__ import annotations
 
 from functools import cache, cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import ReadOnly, WholeMatrices, register
+from .base import ReadOnly, WholeMatrices, chosen_rows, register
 from .kernels import Coding, Kernels, Scaling
 
 F32 = NDArray[np.float32]
@@ -148,8 +147,7 @@ class Exl3(WholeMatrices, ReadOnly):
         self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
     ) -> tuple[Any, tuple[int, ...]]:
         n, k = _sides(shape)
-        numbers = np.arange(prod(shape[:-1])).reshape(*shape[:-1], 1)
-        chosen = numbers[tuple(map(device.as_numpy, index))][..., 0]
+        chosen = chosen_rows(shape, index)
         runs = check.runs_of_rows(chosen, HADAMARD, self)
         result, own = (*chosen.shape, k), n // HADAMARD
         xp = device.cupy() if device.is_cuda(blocks) else np

@@ -78,8 +78,7 @@ def search(x: Floats, w: Floats) -> Floats:
         better = (sum_l2 > 0) & (sum_xl * sum_xl > gain * sum_l2)
         scale = np.where(better, sum_xl / sum_l2, scale)
         gain = np.where(better, scale * sum_xl, gain)
-    scale = np.where(np.isfinite(scale), scale, peak / LEVELS[0])  # as in kquant.symmetric
-    return np.where(np.abs(peak) < kquant.NEGLIGIBLE, F(0), scale)
+    return kquant.of_peak(scale, peak, LEVELS[0])
 
 
 def nearest(x: Floats, inverse: Floats) -> Codes:

@@ -201,10 +201,7 @@ def symmetric(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:
         gain = np.where(better, scale * sum_xq, gain)
         best = np.where(better, inverse, best)
     put_codes(best)
-    zero = np.abs(peak) < NEGLIGIBLE
-    # Sums of weights above 1e12 overflow; their scale is beyond float16 too, and must be seen to be.
-    scale = np.where(np.isfinite(scale), scale, peak / F(-most))
-    return np.where(zero, F(0), scale), np.where(zero, 0, q + F(most)).astype(np.uint8)
+    return _of_codes(scale, peak, q, most)
 
 
 def by_turns(x: Floats, most: int) -> tuple[Floats, Codes]:
@@ -214,10 +211,22 @@ def by_turns(x: Floats, most: int) -> tuple[Floats, Codes]:
     """
     peak = largest(x)
     q = np.clip(np.rint(F(-most) / peak * x), F(-most), F(most - 1))
-    scale = _improved(x, x * x, q, -most, most - 1)
-    zero = np.abs(peak) < NEGLIGIBLE
-    scale = np.where(np.isfinite(scale), scale, peak / F(-most))
-    return np.where(zero, F(0), scale), np.where(zero, 0, q + F(most)).astype(np.uint8)
+    return _of_codes(_improved(x, x * x, q, -most, most - 1), peak, q, most)
+
+
+def _of_codes(scale: Floats, peak: Floats, q: Floats, most: int) -> tuple[Floats, Codes]:
+    """What `symmetric` returns, of codes from -most on."""
+    codes = np.where(np.abs(peak) < NEGLIGIBLE, 0, q + F(most)).astype(np.uint8)
+    return of_peak(scale, peak, F(-most)), codes
+
+
+def of_peak(scale: Floats, peak: Floats, code: np.float32) -> Floats:
+    """Scales [g] that were found of groups whose largest weights `peak` have that code: 0 of negligible ones.
+
+    Sums of weights above 1e12 overflow; their scale is beyond float16 too, and must be seen to be.
+    """
+    scale = np.where(np.isfinite(scale), scale, peak / code)
+    return np.where(np.abs(peak) < NEGLIGIBLE, F(0), scale)
 
 
 def of_least_error(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import Format, WholeMatrices, get, register, sides
+from .base import Format, WholeMatrices, chosen_rows, get, register, sides
 from .kernels import Coding, Encoder, KeptAs, Kernels, Scaling, kept_as
 from .trellis_search import fit, nearest
 
@@ -257,9 +257,7 @@ class Trellis(WholeMatrices):
         self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
     ) -> tuple[Any, tuple[int, ...]]:
         n, k = sides(shape)
-        # An index may name the last axis, as a whole: the numbers of rows have one, too.
-        numbers = np.arange(prod(shape[:-1])).reshape(*shape[:-1], 1)
-        chosen = numbers[tuple(map(device.as_numpy, index))][..., 0]
+        chosen = chosen_rows(shape, index)
         result = (*chosen.shape, k)
         if device.is_cuda(blocks):
             from ..cuda import trellis as cuda_trellis

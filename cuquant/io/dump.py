@@ -35,9 +35,8 @@ def of_safetensors(path: Path, json: bool) -> str | None:
     ValueError where it is damaged.
     """
     with path.open("rb") as file:
-        head = file.read(9)
-    if head[8:] != b"{" or head.startswith(b"GGUF"):
-        return None
+        if not safetensors.is_begun(file.read(9)):
+            return None
     with safetensors.sound(path) as (stream, reader):
         told, header = reader.metadata() or {}, safetensors.header_of(stream)
     content: dict[str, Any] = {"files": [str(path)]}

@@ -33,6 +33,7 @@ from .header import (
     MAX_NAME_BYTES,
     MAX_RANK,
     Buffer,
+    Cursor,
     GGUFError,
     Header,
     Mapped,
@@ -46,8 +47,8 @@ from .header import (
     still_open,
 )
 from .metadata import DEFAULT_ALIGNMENT
-from .safetensors import KEY, LONGEST_HEADER, OTHER_READERS
-from .words import LFS_POINTER, of_pointer
+from .safetensors import KEY, OTHER_READERS, is_begun
+from .words import LFS_POINTER, of_importance, of_pointer
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
@@ -169,10 +170,11 @@ def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
     no = f"{source}: not a GGUF file"
     if pointer := of_pointer(bytes(buffer[: len(LFS_POINTER)])):
         return GGUFError(f"{no}, but {pointer}")
-    length = int.from_bytes(buffer[:8], "little")
-    header = bytes(buffer[8 : 8 + min(length, LONGEST_HEADER)])
-    if not header.startswith(b"{"):
+    if importance := of_importance(bytes(buffer[: 8 + MAX_NAME_BYTES])):
+        return GGUFError(f"{source}: {importance}")
+    if not is_begun(bytes(buffer[:9])):
         return GGUFError(f"{no}: it starts with {bytes(buffer[:4])!r} instead of b'GGUF'")
+    header = bytes(buffer[8 : 8 + int.from_bytes(buffer[:8], "little")])
     for key, reader in _OWN_READERS.items():
         if f'"{key}"'.encode() in header:
             kind = SavedArraysError if key == KEY else SafetensorsError
@@ -180,13 +182,11 @@ def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
     return SafetensorsError(f"{no}, but a safetensors file: {OTHER_READERS}")
 
 
-class _Scanner:
+class _Scanner(Cursor):
     """A cursor over the bytes of a header."""
 
     def __init__(self, buffer: Buffer, source: str) -> None:
-        self.buffer = buffer
-        self.source = source
-        self.pos = 0
+        super().__init__(buffer, source)
         self.entry = 0  # where the key or tensor that is being read begins, for errors
         self.items_left = MAX_ARRAY_ITEMS
         self.text_left = MAX_TEXT_BYTES
@@ -194,12 +194,6 @@ class _Scanner:
     def fail(self, problem: str) -> NoReturn:
         """Raise the error of the entry being read."""
         raise GGUFError(f"{self.source}: {problem} (at byte {self.entry})") from None
-
-    def need(self, nbytes: int, what: str) -> None:
-        """Refuse what does not fit into the bytes left."""
-        left = len(self.buffer) - self.pos
-        if nbytes > left:
-            self.fail(f"{what} needs {nbytes} bytes, but {left} are left: the file is damaged or cut short")
 
     def bound(self, count: int, what: str, least: int, most: int) -> None:
         """Refuse a count of things of at least `least` bytes that is above `most` or cannot fit."""

@@ -43,6 +43,24 @@ def still_open(buffer: Buffer, what: str) -> Buffer:
     return buffer
 
 
+class Cursor:
+    """A place in the bytes of a file, behind whose end nothing is read; `source` is what errors call it."""
+
+    def __init__(self, buffer: Buffer, source: str) -> None:
+        self.buffer, self.source = buffer, source
+        self.pos = 0
+
+    def need(self, nbytes: int, what: str) -> None:
+        """Refuse what does not fit into the bytes left."""
+        left = len(self.buffer) - self.pos
+        if nbytes > left:
+            self.fail(f"{what} needs {nbytes} bytes, but {left} are left: the file is damaged or cut short")
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise an error at the cursor."""
+        raise ValueError(f"{self.source}: {problem} (at byte {self.pos})") from None
+
+
 class GGUFError(ValueError):
     """A file is not a model that can be trusted; the message says what is wrong and where."""
 

@@ -22,18 +22,20 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from ..render import told
 from .gguf import File
-from .header import MAX_NAME_BYTES, Mapped, quote
+from .header import MAX_NAME_BYTES, Cursor, Header, Mapped, quote, same_value
 from .metadata import IMATRIX
+from .safetensors import is_begun
 from .words import LFS_POINTER, of_pointer
 
-_MAGIC = b"GGUF"
+_MAGIC, _KIND = b"GGUF", "imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _I32 = struct.Struct("<i")
 _MIN_ENTRY_BYTES = 4 + 1 + 4 + 4 + 4  # a name of one letter and one value
@@ -123,13 +125,17 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     return _of_gguf(place, name) if in_gguf else _of_older(place, name)
 
 
+def is_imatrix(header: Header) -> bool:
+    """Whether a GGUF file says that it is an importance matrix."""
+    return same_value(header.metadata.get("general.type"), _KIND)
+
+
 def _of_gguf(path: Path, name: str) -> Imatrix:
     file = File(path)
     try:
         header = file.header
-        kind = header.metadata.get("general.type")
-        if kind != "imatrix":
-            raise ValueError(f"{path}: no importance matrix: its general.type is {kind!r}, not 'imatrix'")
+        if not is_imatrix(header):
+            raise ValueError(f"{path}: {_of_another_kind(header)}")
         weights = {n.removesuffix(s): None for n in header.tensors for s in (_SUMS, _COUNTS) if n.endswith(s)}
         if not weights:
             raise ValueError(f"{path}: no importance matrix: it has no tensors *{_SUMS} and *{_COUNTS}")
@@ -144,6 +150,17 @@ def _of_gguf(path: Path, name: str) -> Imatrix:
         )
     finally:
         file.close()
+
+
+def _of_another_kind(header: Header) -> str:
+    """What a GGUF file is that is taken for an importance matrix."""
+    kind = header.metadata.get("general.type")
+    if same_value(kind, "model") or (kind is None and "general.architecture" in header.metadata):
+        return f"a model, {_MADE}"
+    return f"no importance matrix: its general.type is {told(kind)}, not {_KIND!r}"
+
+
+_MADE = "not an importance matrix, which cuquant imatrix or llama-imatrix makes of a model and a text"
 
 
 def _mean(file: File, weight: str) -> NDArray[np.float32]:
@@ -186,7 +203,7 @@ def write(path: Path, sums: Mapping[str, Sums], dataset: str, chunks: int, ctx: 
             pass  # that of models, which such a file is none of
 
     with closing(Writer(path, arch="")) as writer:
-        writer.add_type("imatrix")
+        writer.add_type(_KIND)
         writer.add_array("imatrix.datasets", [os.fsencode(dataset).decode(errors="replace")])  # a file's name
         writer.add_uint32("imatrix.chunk_count", chunks)
         writer.add_uint32("imatrix.chunk_size", ctx)
@@ -205,16 +222,11 @@ def _of_older(path: Path, name: str) -> Imatrix:
             raise ValueError(f"{path}: the file is empty")
         buffer = Mapped(file.fileno(), 0, access=mmap.ACCESS_READ)
     with buffer:
-        return _Older(buffer, path).read(name)
+        return _Older(buffer, str(path)).read(name)
 
 
-class _Older:
+class _Older(Cursor):
     """A cursor over the bytes of a file of the older format; no view of them is kept."""
-
-    def __init__(self, buffer: Mapped, path: Path) -> None:
-        self.buffer = buffer
-        self.path = path
-        self.pos = 0
 
     def read(self, name: str) -> Imatrix:
         """The importance matrix; every count is held against the bytes left before anything is made."""
@@ -237,11 +249,13 @@ class _Older:
     def require_older(self) -> None:
         """A count of entries that the file can hold: the format has no other mark."""
         if pointer := of_pointer(bytes(self.buffer[: len(LFS_POINTER)])):
-            raise ValueError(f"{self.path}: no importance matrix, but {pointer}")
+            raise ValueError(f"{self.source}: no importance matrix, but {pointer}")
+        if is_begun(bytes(self.buffer[:9])):
+            raise ValueError(f"{self.source}: a safetensors file, {_MADE}")
         count = self.number("the number of entries")
         if not 0 < count <= (len(self.buffer) - self.pos) // _MIN_ENTRY_BYTES:
             raise ValueError(
-                f"{self.path}: no importance matrix: no GGUF file, and one of the older format would have "
+                f"{self.source}: no importance matrix: no GGUF file, and one of the older format would have "
                 f"{count} entries here, in {len(self.buffer) - self.pos} bytes"
             )
         self.pos = 0
@@ -260,7 +274,7 @@ class _Older:
         count = self.length(f"{what}", 1, len(self.buffer), "values")
         self.need(4 * count, what)
         values = np.frombuffer(self.buffer, "<f4", count, self.pos).astype(np.float32)
-        check.require_importance(values, f"{self.path}: {what}")
+        check.require_importance(values, f"{self.source}: {what}")
         self.pos += 4 * count
         return values / np.float32(calls) if calls > 0 else values
 
@@ -280,13 +294,3 @@ class _Older:
         self.need(nbytes, what)
         self.pos += nbytes
         return bytes(self.buffer[self.pos - nbytes : self.pos])
-
-    def need(self, nbytes: int, what: str) -> None:
-        """Refuse what does not fit into the bytes left."""
-        left = len(self.buffer) - self.pos
-        if nbytes > left:
-            self.fail(f"{what} needs {nbytes} bytes, but {left} are left: the file is damaged or cut short")
-
-    def fail(self, problem: str) -> NoReturn:
-        """Raise an error at the cursor."""
-        raise ValueError(f"{self.path}: {problem} (at byte {self.pos})") from None

@@ -21,9 +21,10 @@ from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from ..render import counted, escaped, html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
+from .imatrix import is_imatrix
 from .parts import open_parts
 from .saved import SavedFile
-from .words import missing
+from .words import IMPORTANCE, missing
 
 
 class FallbackWarning(UserWarning):
@@ -341,7 +342,8 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     OSError
         There is no such file, it is a folder, or cannot be read.
     GGUFError
-        The file is no such file, or damaged, or parts of a split model are missing or do not belong together.
+        The file is no such file, as an importance matrix is not (`read_imatrix` reads that), or damaged; or
+        parts of a split model are missing or do not belong together.
     RuntimeError
         `device` is "cuda", and there is no GPU (the message says why).
 
@@ -367,6 +369,8 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
         return path._on(target)
     with ExitStack() as mapped:
         parts = open_parts(check.model_path(path), mapped)
+        if is_imatrix(parts[0].header):
+            raise GGUFError(f"{path}: {IMPORTANCE}")
         mapped.pop_all()  # the model's now
     return Model(parts, target)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import check
 from ..device import as_numpy
-from ..render import escaped
+from ..render import escaped, progress_bar
 from . import metadata, safetensors
 from .atomic import replacing
 from .gguf import PLAIN_TYPES, GGUFError
@@ -109,9 +109,7 @@ def _copied(model: Model, name: str) -> safetensors.Tensor:
 
 def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
     """The names, behind a progress bar."""
-    from tqdm import tqdm
-
-    with tqdm(names, unit="tensor", disable=None if progress else True) as bar:
+    with progress_bar(progress, "tensor", names) as bar:
         for name in bar:
             bar.set_postfix_str(escaped(name))
             yield name

@@ -293,6 +293,12 @@ class Header(NamedTuple):
     end: int
 
 
+def is_begun(head: bytes) -> bool:
+    """Whether a file that begins with these nine bytes is a safetensors file: the length of a header, and the
+    header's first character."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= LONGEST_HEADER
+
+
 def header_of(stream: BinaryIO) -> Header:
     """The header of a file that the safetensors package has found to be sound."""
     stream.seek(0)
@@ -323,7 +329,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
         if size == 0:
             return "it is empty"
         length = int.from_bytes(head[:8], "little")
-        if size > 8 and (head[8:] != b"{" or length > LONGEST_HEADER):
+        if size > 8 and not is_begun(head):
             return told
         end = 8 + length if size > 8 else 9
         if end <= size:

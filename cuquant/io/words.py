@@ -1,4 +1,4 @@
-"""What is said of files to people: that one is a pointer, names that are looked for and those like them."""
+"""What is said of files to people: what one is that is none of those asked for, and names like one sought."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ def of_pointer(head: bytes) -> str | None:
     return (
         "a Git LFS pointer, a small text in the file's place: git lfs pull in its repository fetches the file"
     )
+
+
+IMPORTANCE = (
+    "an importance matrix, not a model: cuquant quantize --imatrix takes it, and quantize_file(importance=)"
+)
+"""What an importance matrix is that is taken for a model, and what to do."""
+
+
+def of_importance(head: bytes) -> str | None:
+    """What a file is that begins so, and what to do, where it is an importance matrix of llama.cpp's older
+    format: a count of entries, and the name of a weight behind its length; None of others."""
+    count, length = (int.from_bytes(head[at : at + 4], "little", signed=True) for at in (0, 4))
+    name = head[8 : 8 + max(length, 0)]
+    return IMPORTANCE if count > 0 and len(name) == length and name.endswith(b".weight") else None
 
 
 def missing(file: str, kind: str, name: Any, names: Collection[str]) -> KeyError:

@@ -1,7 +1,7 @@
-"""Figures of the README and of docs/performance.md that come from committed records.
+"""Figures of the README and of performance.md that come from committed records: ``python docs/figures.py``
+writes them into these texts after a new record, and says which it does not find there.
 
-Each is a line of text with numbers in it. Tests compare these with the records; after a new record,
-`python tests/figures.py` writes them anew, and says what it does not find.
+Each is a line of text with numbers in it. `tests/test_records.py` compares them with the records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write() -> int:
         for figure in (each for each in figures if each.file == file):
             try:
                 found = figure.find(text)
-            except AssertionError as error:
+            except LookupError as error:
                 print(error)
                 missing += 1
                 continue

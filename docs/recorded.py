@@ -27,19 +27,22 @@ class Figure(NamedTuple):
     """The header of the table that they are a row of."""
 
     def find(self, text: str) -> re.Match[str]:
-        """Where they stand, with any numbers, and lines that end anywhere."""
+        """Where they stand, with any numbers, and lines that end anywhere; LookupError where that is nowhere,
+        or in several places."""
         parts = (re.escape(part).replace(r"\ ", r"\s+") for part in self.words.split("{}"))
         pattern = re.compile(NUMBER.join(parts))
         start, end = table_lines(text, self.below) if self.below else (0, len(text))
         found = list(pattern.finditer(text, start, end))
-        assert len(found) == 1, f"{self.file} has {len(found)} times: {self.words}"
-        assert len(found[0].groups()) == len(self.numbers), self.words
+        if len(found) != 1:
+            raise LookupError(f"{self.file} has {len(found)} times: {self.words}")
+        assert pattern.groups == len(self.numbers), self.words
         return found[0]
 
 
 def table_lines(text: str, header: str) -> tuple[int, int]:
-    """Where the rows below a header begin and end."""
-    assert f"{header}\n" in text, f"no table begins with: {header}"
+    """Where the rows below a header begin and end; LookupError without such a table."""
+    if f"{header}\n" not in text:
+        raise LookupError(f"no table begins with: {header}")
     start = text.index(f"{header}\n") + len(header) + 1
     rows = itertools.takewhile(lambda line: line.startswith("|"), text[start:].splitlines(keepends=True))
     return start, start + sum(map(len, rows))
@@ -83,17 +86,19 @@ def table(
     columns: Iterable[Any],
     labels: int = 1,
 ) -> Iterator[Figure]:
-    """A table's figures: number(label, ..., column) for each of its rows, as they are labelled there."""
+    """A table's figures: number(label, ..., column) for each of its rows, as they are labelled there;
+    LookupError where there are others than these, or no record has a number."""
     text = (ROOT / file).read_text(encoding="utf-8")
     start, end = table_lines(text, header)
     lines = text[start:end].splitlines()[1:]
-    assert len(lines) == rows, f"{len(lines)} rows in place of {rows} below: {header}"
+    if len(lines) != rows:
+        raise LookupError(f"{len(lines)} rows in place of {rows} below: {header}")
     for line in lines:
         label = [cell.strip() for cell in line.strip("|").split("|")[:labels]]
         try:
             found = [number(*label, column) for column in columns]
         except KeyError as missing:
-            raise AssertionError(f"no record has {missing}, of the row: {line}") from None
+            raise LookupError(f"no record has {missing}, of the row: {line}") from None
         numbers = tuple(each if isinstance(each, str) else f"{each:.1f}" for each in found)
         yield Figure(file, f"| {' | '.join([*label, *['{}'] * len(numbers)])} |", numbers, header)
 
