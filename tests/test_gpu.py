@@ -102,18 +102,20 @@ def test_storage_starts_at_any_even_address(name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "q2_k", "kbit2", "kbit3", "mxfp4", "int4-128"])
-def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four multiprocessors. Rows that do not end with a run; three runs and more for each block, which has
-    room for two."""
-    small = plan.Gpu(jit.capability(), 4)
-    monkeypatch.setattr(jit, "gpu", lambda: small)
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_repack_takes_several_runs(name: str, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs and more for each block, which has room for two, or parts of a row tile where there are more
+    multiprocessors; row tiles that do not end with a run."""
+    gpu = plan.Gpu(jit.capability(), multiprocessors)
+    monkeypatch.setattr(jit, "gpu", lambda: gpu)
     fmt = cq.formats.get(name)
-    shape = (1040, 2304)
+    shape = (40, 17408)
     row_tiles, tiles = plan.tiles(1, *shape)
-    step = plan.repack(fmt.for_kernels, "to_fragments", row_tiles, tiles, small)
+    step = plan.repack(fmt.for_kernels, "to_fragments", row_tiles, tiles, gpu)
     run = dict(step.kernel.constants)["RUN"]
     assert tiles % run
-    assert row_tiles * ceil(tiles / run) >= 3 * step.grid[0]
+    factors = plan.row_factors(fmt.for_kernels)
+    assert step.grid[1] > 1 if multiprocessors > 1 and not factors else ceil(tiles / run) >= 3 * step.grid[1]
     raw = random_blocks(name, shape)
     w = cq.from_blocks(device.cupy().asarray(raw), name, shape).prepare()
     np.testing.assert_array_equal(as_numpy(w.blocks), raw)

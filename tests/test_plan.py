@@ -306,15 +306,17 @@ def test_quantizing_plans_cover_all_threads() -> None:
     assert plan.quantize(table, 129, gpu).grid == (2, 1, 1)
     assert plan.quantize(table, 1 << 20, gpu).grid == (20 * 132, 1, 1)  # which stay
     assert plan.quantize(table, 1 << 20, gpu, stay=False).grid == ((1 << 20) // 128, 1, 1)
-    assert plan.repack(table, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
+    # A block for each row tile, and for parts of it where there are few, but not where rows have factors.
+    assert plan.repack(table, "to_fragments", 1, 65, plan.Gpu(90)).grid == (1, 2, 1)  # runs of 64 tiles
     assert plan.repack(table, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
-    assert plan.repack(table, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (2 * 132, 1, 1)
-    assert plan.repack(fmt, "to_fragments", 2, 33, plan.Gpu(90)).grid == (2, 1, 1)  # whole row tiles
-    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (250, 1, 1)  # in four rounds
-    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90), half=False).grid == (2 * 132, 1, 1)
+    assert plan.repack(table, "to_fragments", 10, 64000, plan.Gpu(90)).grid == (10, 3 * 4 * 132 // 10, 1)
+    assert plan.repack(table, "to_fragments", 2000, 1000, plan.Gpu(90)).grid == (2000, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 2, 65, plan.Gpu(90)).grid == (2, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (1000, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1, 65, plan.Gpu(90), half=False).grid == (1, 2, 1)
     assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (4, 1, 1)
-    eight = plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33, plan.Gpu(90), half=False)
-    assert eight.grid == (3, 1, 1)  # runs of 16 tiles
+    eight = plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 65, plan.Gpu(90), half=False)
+    assert eight.grid == (1, 3, 1)  # runs of 32 tiles
     two_runs = plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90), half=False).shared
     # Scales wait in shared memory, 64 bytes a tile, where a multiprocessor has room for two such blocks.
     assert plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90)).shared == two_runs + 33 * 64

@@ -12,16 +12,16 @@ from ..formats.kernels import Scaling, kernels_of
 from .launch import LARGE_GPU, WARP, Gpu, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 
-_RUN_TILES, _RUN_BYTES = 16, 1600
-"""Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
-is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
-84 us in place of 89."""
+_RUN_TILES, _LONGER, _ROW_READ, _ROW_WRITTEN = 16, (2, 4), 2500, 1600
+"""Tiles along K that a block of threads repacks at a time, or some times as many, while what is read of a row
+in storage, or written, stays below so many bytes, and two blocks of a multiprocessor have room for two each. An H200's memory is the faster the more lies together:
+to fragments int4-128 takes 82 us with 0.6 KB, 78 with 1.1 KB, and 77 with 2.1 KB."""
 _ROUNDS = 4
 """Blocks for each place on the GPU, at most, where row tiles are so few that several blocks share one."""
-_RESIDENT, _MORE_RESIDENT, _ALONE = 2, 3, 4
-"""Blocks of a multiprocessor that repack to fragments, at most. More have fewer registers: with five, q4_0 at
-28672 x 8192 takes an H200 81 us in place of 73. Codes of 3 and 6 bits, which take more instructions, are
-faster with three: kbit3 at 32768 x 8192 59 us in place of 65."""
+_THREADS, _MORE_THREADS = 512, 1024
+"""Threads of a multiprocessor that repack to fragments, at most; more where rows have no factors. As many have
+half of the registers each, and 32768 x 8192 takes an H200 80 us of mxfp4 in place of 86, but 114 us of q5_1 in
+place of 107, as scales that are to be lifted have no room in shared memory then."""
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
@@ -96,32 +96,39 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
 
     A warp takes a block of the format as a whole.
     """
-    kernel, to_fragments = per_format("repack", entry, fmt), entry == "to_fragments"
-    threads, run, shared, most = 256 if fmt.block_size < 256 else 128, _RUN_TILES, 0, 0
+    threads = 256 if fmt.block_size < 256 else 128
     factors = half and row_factors(fmt)
-    constants = {"THREADS": threads, "ROW_FACTORS": int(factors)}
-    row = run * TILE_COLUMNS // fmt.block_size * fmt.block_bytes
-    longer = max(n for n in (1, 2, 4) if n == 1 or n * row < _RUN_BYTES)
-    run, row = run * longer, row * longer
-    if to_fragments:
-        image = TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
-        shared, most = 2 * image, shared_limit(gpu.capability)
-        resident = _ALONE if not factors else _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT
-        constants |= {"RESIDENT": resident, "IMAGE": image}
-    constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
-    grid, runs = (row_tiles * ceil(tiles / run), 1, 1), ceil(tiles / run)
-    if to_fragments:
-        at_once = max(
-            n for n in range(1, resident + 1) if n == 1 or shared <= shared_limit(gpu.capability, n)
-        )
-        parts = 1
-        if factors:
-            shared += _kept(fmt, tiles, shared_limit(gpu.capability, at_once) - shared)
-        else:
-            parts = max(1, min(runs, _ROUNDS * gpu.multiprocessors * at_once // max(1, row_tiles)))
-        grid = (row_tiles, parts, 1)
-    kernel = replace(kernel, constants=(*kernel.constants, *constants.items()), max_shared=most)
-    return Plan(kernel, grid, threads, shared)
+    row = _RUN_TILES * TILE_COLUMNS // fmt.block_size * fmt.block_bytes
+
+    def kernel(longer: int, most_shared: int = 0, **more: int) -> Kernel:
+        constants = {"THREADS": threads, "ROW_FACTORS": int(factors), **more, "RUN": longer * _RUN_TILES}
+        made = per_format("repack", entry, fmt)
+        defined = (*made.constants, *constants.items(), ("TO_FRAGMENTS", int(entry == "to_fragments")))
+        return replace(made, constants=defined, max_shared=most_shared)
+
+    if entry == "from_fragments":
+        longer = max((n for n in _LONGER if n * row < _ROW_WRITTEN), default=1)
+        blocks = row_tiles * ceil(tiles / (longer * _RUN_TILES))
+        return Plan(kernel(longer), (blocks, 1, 1), threads)
+    limit = [shared_limit(gpu.capability, max(1, n)) for n in range(_MORE_THREADS // threads + 1)]
+    fits = (n for n in _LONGER if n * row < _ROW_READ and 2 * _image(n * row) <= limit[2])
+    longer = max(fits, default=1)
+    shared, runs = 2 * _image(longer * row), ceil(tiles / (longer * _RUN_TILES))
+    resident = (_THREADS if factors else _MORE_THREADS) // threads
+    at_once = max(n for n in range(1, resident + 1) if n == 1 or shared <= limit[n])
+    made = kernel(longer, limit[1], RESIDENT=resident, IMAGE=shared // 2)
+    parts = 1
+    if factors:
+        shared += _kept(fmt, tiles, limit[at_once] - shared)
+    else:
+        parts = max(1, min(runs, _ROUNDS * gpu.multiprocessors * at_once // max(1, row_tiles)))
+    return Plan(made, (row_tiles, parts, 1), threads, shared)
+
+
+def _image(row: int) -> int:
+    """Bytes of a run's rows in shared memory, so many of each in storage: whole words of 16 bytes, an odd number
+    of them a row, and some behind the last row."""
+    return TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
 
 
 def _kept(fmt: Format, tiles: int, room: int) -> int:

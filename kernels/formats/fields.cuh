@@ -26,6 +26,22 @@ struct Field {
         return codes_at(load_eight(block + byte_of(code), end), shift_of(code), MASK);
     }
 
+    // The same of the four runs of 32 in half a block of 256, from `column` of each on, which go to bit `to`; each byte is read
+    // once.
+    static DEVICE void eights(const u8* block, int half, int column, const u8* end, uint2 (&codes)[4], int to = 0) {
+        constexpr bool HALVES = RUN > 128;  // whether the halves share bytes
+        const u8* const from = block + (HALVES ? 0 : half * (128 / RUN * SPAN)) + column;
+        uint2 bytes[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int same = 0;
+            while (byte_of(32 * same) != byte_of(32 * k)) same++;
+            bytes[k] = same < k ? bytes[same] : load_eight(from + byte_of(32 * k), end);
+            const uint2 own = codes_at(bytes[k], shift_of(32 * k) + (HALVES ? half * (128 / SPAN * BITS) : 0), MASK);
+            codes[k].x |= own.x << to, codes[k].y |= own.y << to;
+        }
+    }
+
     // Of every 16 columns a lane has codes 2i, + 8, + 1 and + 9, in the order of tile.cuh: those of all columns, from bit `to`
     // of a byte each on. A byte is read once for all of its codes ...
     template <int STEPS>

@@ -107,15 +107,12 @@ struct KQuantBlock {
     // Whether weights are finite is all that is asked.
     static DEVICE float peak(const LaneShare<KQuantBlock>& share) { return fabsf(half_to_float(u16(share.group))); }
 
-    // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
-        uint2 codes = Low::eight(block, j, end);
-        if constexpr (HIGH_BYTES > 0) {
-            const uint2 high = High::eight(block, j, end);
-            constexpr int LOW = Words<KQuantBlock>::LOW;
-            codes = make_uint2(codes.x | high.x << LOW, codes.y | high.y << LOW);
-        }
-        return codes;
+    // Codes of eight elements from j on, a byte each, that are in one field; and of the four runs of 32 in half a block eight
+    // each, that are in two.
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) { return Low::eight(block, j, end); }
+    static DEVICE void load_runs(const u8* block, int half, int column, const u8* end, uint2 (&codes)[4]) {
+        Low::eights(block, half, column, end, codes);
+        High::eights(block, half, column, end, codes, Words<KQuantBlock>::LOW);
     }
 
     // What 16 weights share: half of those of number `number` of the block's 32.
