@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import product as combinations
-from typing import Any
 
 import numpy as np
 import pytest
 from hardware import SHARED
-from numpy.typing import NDArray
+from sharing import streams_of
 
 from cuquant import plan
 from cuquant.plan import attention as kv_plan, caches
@@ -93,24 +92,6 @@ def test_sequences_have_streams(bits: tuple[int, ...], heads: int, q_len: int) -
                 assert each % block == 0 or batch == 1
             if even and batch == 8 and q_len < 64:
                 assert each == {8: 4, 2: 16 if heads == 8 else 4, 4: 4}[block] * block
-
-
-def streams_of(costs: NDArray[Any], streams: int, finest: float) -> NDArray[np.int64]:
-    """How many each sequence gets, in float32 as kernels/attention/split.cuh counts them."""
-    f32, batch = np.float32, len(costs)
-    lanes = np.zeros(32, f32)
-    for base in range(0, batch, 32):
-        lanes[: batch - base] += costs[base : base + 32]
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    share = f32(f32(1) / lanes[0]) * f32(1 - 2**-12) if lanes[0] else f32(np.inf)
-    for step in range(4 * (batch > 128), 5):
-        with np.errstate(invalid="ignore"):
-            rate = np.fmin(f32(f32(streams + 0.5) - f32(batch / 4) * step) * share, f32(finest))
-        counts = np.maximum(1, np.ceil(costs * rate)).astype(np.int64)
-        if counts.sum() <= streams:
-            return counts
-    raise AssertionError(f"{counts.sum()} streams are wanted of {streams}")
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 12, 32, 33, 100, 200])
