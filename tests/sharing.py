@@ -13,6 +13,8 @@ F32 = np.float32
 GRAIN = 16
 COSTS = {16: F32(15), 8: F32(8.4), 4: F32(4.4), 3: F32(4.8), 2: F32(4.3)}
 """Of a grain of tokens, by bits."""
+STEPS, MOST = 4, 128
+"""Numbers of streams that are tried, beside the last; sequences up to which they are."""
 
 
 FIELDS = ("sequence", "first", "split", "splits", "start", "count")
@@ -37,9 +39,9 @@ def streams_of(costs: NDArray[Any], streams: int, finest: float) -> NDArray[np.i
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     share = F32(F32(1) / lanes[0]) * F32(1 - 2**-12) if lanes[0] else F32(np.inf)
-    for step in range(4 * (batch > 128), 5):
+    for step in range(STEPS * (batch > MOST), STEPS + 1):
         with np.errstate(invalid="ignore"):
-            rate = np.fmin(F32(F32(streams + 0.5) - F32(batch / 4) * step) * share, F32(finest))
+            rate = np.fmin(F32(F32(streams + 0.5) - F32(batch / STEPS) * step) * share, F32(finest))
         counts = np.maximum(1, np.ceil(costs * rate)).astype(np.int64)
         if counts.sum() <= streams:
             return counts
