@@ -116,7 +116,7 @@ CHOSEN = {
         "not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200) and (widths5 or not any_shape)",
     ),
     "test_gpu_attention_lengths.py": (6, "(many or by_block) and (plain or masked)"),
-    "test_gpu_attention_shares.py": (12, "True or 512-400"),
+    "test_gpu_attention_shares.py": (24, "True or 512-400"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
