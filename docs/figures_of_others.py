@@ -89,10 +89,15 @@ def mixtures() -> Iterator[Figure]:
     )
 
 
+def of_equal_lengths(record: str) -> list[dict[str, Any]]:
+    """Cells of attention whose sequences are equally long, as all were before there were others."""
+    return [cell for cell in read_cells(record) if cell.get("lengths", "equal") == "equal"]
+
+
 def attention() -> Iterator[Figure]:
     sizes = list(itertools.product((1, 8), (4096, 32768, 131072)))
     for gpu, label in (("h200", "bits"), ("h100", "bits, on an H100")):
-        every = read_cells(f"{gpu}-attention")
+        every = of_equal_lengths(f"{gpu}-attention")
         cells = {(c["bits"], c["kv_heads"], (c["batch"], c["context"])): c for c in every}
 
         def time(bits: str, size: tuple[int, int], cells: Any = cells) -> float:
@@ -109,7 +114,7 @@ def attention() -> Iterator[Figure]:
         }
         yield Figure(PERFORMANCE, words[gpu], (str(near), str(len(long))))
     yield from several_queries()
-    every = read_cells("h200-attention")
+    every = of_equal_lengths("h200-attention")
     cells = {(c["bits"], c["kv_heads"], (c["batch"], c["context"])): c for c in every}
     compared = [(8, (1, 131072)), (8, (8, 32768)), (8, (8, 131072)), (32, (1, 131072)), (32, (8, 131072))]
 

@@ -15,11 +15,13 @@ from cuquant.plan import Kernel
 
 
 class Report(NamedTuple):
-    """The worst of a module's functions: registers per thread, bytes of stack and of spills."""
+    """The worst of a module's functions: registers per thread, bytes of stack and of spills, and bytes of
+    shared memory beside the dynamic."""
 
     registers: int
     stack: int
     spills: int
+    shared: int
     arch: str
 
 
@@ -52,7 +54,10 @@ def compile_text(text: str, arch: str, options: tuple[str, ...] = (), what: str 
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert registers, f"no resource report in the log:\n{log}"
     frames = [(int(a), int(b)) for a, b in re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log)]
-    return Report(max(registers), max(a for a, _ in frames), max(b for _, b in frames), arch)
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
+    return Report(
+        max(registers), max(a for a, _ in frames), max(b for _, b in frames), max(shared, default=0), arch
+    )
 
 
 def unequal(kernel: Kernel, values: Mapping[str, int], after: str = "", more: str = "") -> list[str]:

@@ -327,6 +327,33 @@ def test_cells_of_attention(header: dict[str, Any], tmp_path: Path) -> None:
     assert rows[0][-2:] == ["1.25", "3.00"]
 
 
+def test_lengths_of_sequences_in_a_record(header: dict[str, Any], tmp_path: Path) -> None:
+    """Cells of records without them are of equal ones; tables tell them apart."""
+    path = tmp_path / "r.json"
+    record = Record.start(path)
+    record.add(attention_cell(batch=8, context=8192))
+    assert "lengths" in record.cells[0]
+    del record.cells[0]["lengths"]  # as records before had no such
+    assert "lengths" not in record.render("table")
+    for kind in ("spread", "one-long"):
+        record.add(attention_cell(batch=8, context=8192, lengths=kind, sdpa_us=None))
+    record = Record.start(path)
+    key = {"op": "attention", "bits": "4", "batch": 8, "heads": 32, "kv_heads": 8, "context": 8192}
+    assert all(key | {"lengths": kind} in record for kind in ("equal", "spread", "one-long"))
+    assert key | {"context": 1024, "lengths": "spread"} not in record
+    assert [len(record.only(lengths=[kind]).cells) for kind in ("equal", "one-long")] == [1, 1]
+    assert record.lacking(lengths=["equal", "even"]) == "no lengths even"
+    shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
+    assert "lengths" in shown
+    assert [row.count("spread") for row in rows] == [0, 1, 0]
+    for style in ("table", "md", "csv"):
+        lines = record.render(style).splitlines()
+        assert [sum(kind in line for line in lines) for kind in ("spread", "one-long")] == [1, 1]
+    csv_rows = list(csv.DictReader(io.StringIO(record.render("csv"))))
+    assert [row["lengths"] for row in csv_rows] == ["", "spread", "one-long"]
+    assert [row["speed / SDPA"] for row in csv_rows] == ["3.0", "", ""]
+
+
 def test_cells_of_passes_over_weights_in_a_record(header: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     facts: dict[str, Any] = {"op": "weights", "format": "q4_0", "N": 64, "K": 128}

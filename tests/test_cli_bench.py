@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cells import RECORD, attention_cell, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import Record, record as records
-from cuquant.bench.attention import CONTEXTS
+from cuquant.bench import AttentionCell, Record, record as records
+from cuquant.bench.attention import CONTEXTS, SIZES
 
 
 def test_bench_shows_a_record(run: Run) -> None:
@@ -60,6 +64,7 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         ("attention", ("--contexts", "131072"), "context", "131072"),
         ("attention", ("--heads", "32/32"), "kv_heads", "32"),
         ("attention", ("--batches", "8"), "batch", "8"),
+        ("attention", ("--lengths", "equal", "--contexts", "1024"), "context", "1024"),
         ("append", ("--tokens", "16"), "tokens", "16"),
         ("append", ("--heads", "32/8"), "kv_heads", "8"),
         ("trellis-moe", ("--experts", "8"), "op", "moe"),
@@ -93,6 +98,8 @@ def test_batches_of_products_and_of_attention_in_one_record(run: Run, tmp_path: 
         ("attention", ("--top-k", "2"), "has cells of attention, which take no --top-k"),
         ("attention", ("--batches", "3"), "the record has no such cells; it has batch 1, 8, 32"),
         ("attention", ("--tokens", "1"), "has cells of attention, which take no --tokens"),
+        ("attention", ("--lengths", "spread"), "the record has no such cells; it has lengths equal"),
+        ("append", ("--lengths", "equal"), "has cells of append, which take no --lengths"),
         ("append", ("--batches", "3"), "the record has no such cells; it has batch 1, 8"),
         ("append", ("--bits", "mixed"), "the record has no such cells; it has bits 16, 8, 4, 3, 2"),
     ],
@@ -115,6 +122,50 @@ def test_tokens_of_several_widths_are_not_appended(run: Run, monkeypatch: pytest
 def test_help_has_contexts_as_they_are_given(run: Run) -> None:
     text = run("bench", "--help").out
     assert f"attention: cached tokens ({CONTEXTS[0]} to {CONTEXTS[-1]})" in " ".join(text.split())
+
+
+def test_help_has_the_kinds_of_lengths(run: Run) -> None:
+    text = " ".join(run("bench", "attention", "--help").out.split()).replace("- ", "-")
+    assert all(f" {kind}; " in text or f" {kind}, " in text for kind in SIZES)
+    assert "context is the mean of the sequences' lengths" in text
+
+
+def test_attention_of_lengths_that_are_asked_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are measured once, recorded and shown; a bar counts them before."""
+    measured, counts = [], []
+
+    def made(key: dict[str, Any], others: dict[str, Any], floor_us: Any) -> AttentionCell:
+        measured.append(key["lengths"])
+        return attention_cell(**key, **others)
+
+    def bar(cells: Iterable[Any], total: int, **options: Any) -> Any:
+        counts.append(total)
+        return nullcontext(cells)
+
+    monkeypatch.setattr("cuquant.cli.bench._needs_a_gpu", lambda: None)
+    monkeypatch.setattr("tqdm.tqdm", bar)
+    monkeypatch.setattr("tqdm.tqdm.write", lambda *text, file: None, raising=False)
+    facts: dict[str, Any] = {"device": "a GPU", "versions": {}, "commit": None}
+    monkeypatch.setattr(records, "environment", lambda packages, by_tuned: facts)
+    module = importlib.import_module("cuquant.bench.attention")
+    for name, value in {"warm_up": lambda: None, "_cell": made, "_PEERS": {"sdpa_us": None}}.items():
+        monkeypatch.setattr(module, name, value)
+    command = ("bench", "attention", "--record", tmp_path / "r.json", "-o", "csv", "--batches", "8")
+    some = ("--contexts", "64", "--bits", "4,mixed", "--heads", "8/2")
+    for kinds in ("spread", "spread,one-long"):
+        done = run(*command, *some, "--lengths", kinds)
+        assert done.status == 0, done.err
+    assert measured == ["spread"] * 2 + ["one-long"] * 2
+    assert counts == [2, 4]
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [(row["lengths"], row["context"], row["sdpa_us"]) for row in rows] == [
+        (kind, "64", "") for kind in measured
+    ]
+    done = run("bench", "attention", "--lengths", "spread", "--batches", "1")
+    assert_one_line_error(done)
+    assert "lengths of a single sequence are equal, not spread" in done.err
 
 
 @pytest.mark.parametrize(
@@ -169,6 +220,7 @@ def test_bench_needs_a_gpu_before_what_draws(run: Run, monkeypatch: pytest.Monke
         (["--heads", "0/8"], "heads are H/K"),
         (["--heads=-8/8"], "heads are H/K"),
         (["--bits", "5"], "bits are"),
+        (["--lengths", "even"], "lengths are equal, spread, one-long"),
     ],
 )
 def test_what_attention_cannot_be_timed_for(run: Run, arguments: list[str], message: str) -> None:

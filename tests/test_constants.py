@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import nvrtc
 import pytest
+import sharing
 
 import cuquant as cq
 from cuquant import plan
@@ -204,6 +205,15 @@ def test_tables_of_codebooks(name: str) -> None:
             copies, size = cores.table_of(fmt, 90, roomy, sides=2)
             values[f"Codec<Format, {copies}>::TWO_BYTES"] = size
     same(plan.gemm(plan.Problem(fmt, 1, 4096, 4096, GPU)).plan.kernel, values)
+
+
+def test_what_sequences_are_shared_out_by() -> None:
+    """Numbers of the reckoning that plans are tested by; how many are tried is known in a function alone."""
+    kernel = kv_plan.attention(kv_plan.Shape(8, 1, 32, 8, 128, codes.BITS, 0, 1), 80, 108).attention.kernel
+    costs = {f"cost({tier}) == {sharing.COSTS[bits]}f": 1 for tier, bits in enumerate(codes.BITS)}
+    steps = {f"step_of({tier})": kv_plan.box_tokens(bits) for tier, bits in enumerate(codes.BITS)}
+    same(kernel, {"GRAIN": sharing.GRAIN, **costs, **steps})
+    same(kernel, {"STEPS": sharing.STEPS, "MOST": sharing.MOST}, after="constexpr int STEPS = ")
 
 
 def test_last_rows_of_experts() -> None:

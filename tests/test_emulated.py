@@ -116,6 +116,7 @@ CHOSEN = {
         "not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200) and (widths5 or not any_shape)",
     ),
     "test_gpu_attention_lengths.py": (6, "(many or by_block) and (plain or masked)"),
+    "test_gpu_attention_shares.py": (24, "True or 512-400"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
@@ -127,6 +128,7 @@ CHOSEN_OF_SM_90 = {
         "(eight_heads_at_once and 1000) or (zeros and 20) or (thought_to_be_even and widths1-6)",
     ),
     "test_gpu_attention_lengths.py": (3, "(eight_heads and same_grain) or (5-same_grain and plain)"),
+    "test_gpu_attention_shares.py": (42, "test"),
     "test_gpu_attention_queries.py": (
         13,
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger) or (only_itself and 20)",
@@ -182,6 +184,7 @@ PROCESSES = {
         "test_gpu_attention_masks.py",
         "test_gpu_attention_importance.py",
         "test_gpu_attention_lengths.py",
+        "test_gpu_attention_shares.py",
         "test_gpu_attention_queries.py",
     ),
     "a model": ("test_gpu_evaluate.py",),
@@ -195,6 +198,7 @@ PROCESSES_OF_SM_90 = {
         "test_gpu_kv_appended.py",
         "test_gpu_attention.py",
         "test_gpu_attention_lengths.py",
+        "test_gpu_attention_shares.py",
         "test_gpu_attention_queries.py",
         "test_gpu_attention_panels.py",
         "test_gpu_attention_magnitudes.py",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import product as combinations
-from typing import Any
 
 import numpy as np
 import pytest
+import sharing
 from hardware import SHARED
-from numpy.typing import NDArray
+from sharing import streams_of
 
 from cuquant import plan
 from cuquant.plan import attention as kv_plan, caches
@@ -20,9 +20,10 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
     for dim, heads, group, q_len in combinations(
         (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
     ):
-        for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 8, 20, 33, 1000)):
+        several = combinations((0, 1, 2), (1, 2), (1, 8, 20, 33, 1000), (False, True))
+        for masked, parts, batch, even in several:
             shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
-            launch = kv_plan.attention(shape, capability, 132)
+            launch = kv_plan.attention(shape, capability, 132, even)
             kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
             c = dict(kernel.constants)
             rows = heads * group * q_len
@@ -60,6 +61,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
                 assert c["RING"] >= sums
             assert c["BLOCK_HEADS"] * c["BLOCK_STREAMS"] == c["WARPS"]
+            assert c["BLOCK_STREAMS"] <= (16 if capability == 90 else 8)
             blocks = -(-launch.streams // c["BLOCK_STREAMS"])
             assert (c["BLOCK_HEADS"] * x, z) == (heads * blocks, 1)
             assert y * c["GROUPS"] * 8 >= group * q_len
@@ -95,24 +97,6 @@ def test_sequences_have_streams(bits: tuple[int, ...], heads: int, q_len: int) -
                 assert each == {8: 4, 2: 16 if heads == 8 else 4, 4: 4}[block] * block
 
 
-def streams_of(costs: NDArray[Any], streams: int, finest: float) -> NDArray[np.int64]:
-    """How many each sequence gets, in float32 as kernels/attention/split.cuh counts them."""
-    f32, batch = np.float32, len(costs)
-    lanes = np.zeros(32, f32)
-    for base in range(0, batch, 32):
-        lanes[: batch - base] += costs[base : base + 32]
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    share = f32(f32(1) / lanes[0]) * f32(1 - 2**-12) if lanes[0] else f32(np.inf)
-    for step in range(4 * (batch > 128), 5):
-        with np.errstate(invalid="ignore"):
-            rate = np.fmin(f32(f32(streams + 0.5) - f32(batch / 4) * step) * share, f32(finest))
-        counts = np.maximum(1, np.ceil(costs * rate)).astype(np.int64)
-        if counts.sum() <= streams:
-            return counts
-    raise AssertionError(f"{counts.sum()} streams are wanted of {streams}")
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 12, 32, 33, 100, 200])
 @pytest.mark.parametrize("longest", [0, 1, 30, 2000, 1 << 17])
 def test_there_are_enough_streams(batch: int, longest: int) -> None:
@@ -131,6 +115,25 @@ def test_there_are_enough_streams(batch: int, longest: int) -> None:
                 assert (costs / counts <= most).all()
             if not trial and longest and streams < 2048:
                 assert (counts == streams // batch).all()
+
+
+@pytest.mark.parametrize("batch", [2, 8, 32, 33, 128, 129, 512])
+@pytest.mark.parametrize("part", [0, 0.1, 0.5])
+def test_there_are_enough_streams_of_huge_and_empty_sequences(batch: int, part: float) -> None:
+    """A part of them, or one, has as many tokens as an int32 counts, half of the others none: the others have
+    a stream each, and the huge ones all the rest, or nearly."""
+    random, largest = np.random.default_rng(1), (2**31 - 1) // sharing.GRAIN
+    for room, block in ((33, 8), (132, 2), (8, 1), (1, 1)):
+        shape = kv_plan.Shape(batch, 1, 32, 8, 128, (4,), 0, 1)
+        for even in (False, True):
+            streams = kv_plan._streams(shape, room, block, even)
+            grains = random.integers(0, 100, batch) * random.integers(0, 2, batch)
+            huge = random.permutation(batch)[: max(1, int(part * batch))]
+            grains[huge] = largest
+            counts = streams_of((grains * 15.0).astype(np.float32), streams, 1e9)
+            assert counts.sum() <= streams
+            assert (np.delete(counts, huge) == 1).all()
+            assert (counts[huge] >= 0.999 * (streams - batch) / len(huge)).all()
 
 
 @pytest.mark.parametrize("cost", [1131 * 15.0, 7475 * 4.4, 1915 * 4.3, 3895 * 8.4])

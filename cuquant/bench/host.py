@@ -14,7 +14,7 @@ from ..kv import KVCache, attention
 from ..ops.matmul import matmul as product_of
 from ..ops.moe import moe as mixture_of, route
 from ..testing import as_numpy
-from .attention import HEAD_DIM, WIDTHS, random_cache, rooms_of, sampled_error
+from .attention import HEAD_DIM, WIDTHS, random_cache, sampled_error, tokens_of
 from .matmul import X_DTYPES, sample_error
 from .moe import mixture_error, random_experts
 from .operands import random_weights
@@ -167,7 +167,7 @@ def _append(bits: str) -> Callable[[], Any]:
 
 def _attention(bits: str) -> Callable[[], Any]:
     cupy, (heads, kv_heads) = device.cupy(), HEADS
-    cache = random_cache(1, kv_heads, rooms_of(bits, CONTEXT), 0)
+    cache = random_cache(kv_heads, [tokens_of(bits, CONTEXT)], 0)
     q = cupy.random.standard_normal((1, 1, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
     out = cupy.empty_like(q)
     sampled_error(q, cache, out)

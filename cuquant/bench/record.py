@@ -338,6 +338,7 @@ def _aliases(cell: dict[str, Any]) -> dict[str, Any]:
         "shape": (cell.get("N"), cell.get("K")),
         "head_layout": (cell.get("heads"), cell.get("kv_heads")),
         "queries": cell.get("queries", 1 if cell.get("op") == "attention" else None),
+        "lengths": cell.get("lengths", "equal" if cell.get("op") == "attention" else None),
     }
 
 

@@ -60,7 +60,18 @@ def add(commands: Any) -> None:
         help="attention, append: of cached tokens; attention: or mixed (all)",
     )
     command.add_argument(
-        "--contexts", metavar="T,T,...", type=int_list, help="attention: cached tokens (1024 to 131072)"
+        "--contexts",
+        metavar="T,T,...",
+        type=int_list,
+        help="attention: cached tokens (1024 to 131072) of each sequence, in the mean",
+    )
+    command.add_argument(
+        "--lengths",
+        metavar="L,L,...",
+        type=_lengths_list,
+        help="attention: how long sequences are next to --contexts: equal; spread, in even steps from 1/8 to "
+        "15/8 of it; one-long, the first six times as long as each other (all, but of the latter two few "
+        "sizes; equal where --contexts or --batches are given)",
     )
     command.add_argument(
         "--heads",
@@ -108,9 +119,10 @@ def add(commands: Any) -> None:
         "cublas_us, dense float16 by cuBLAS, and other libraries' times. gbps and tflops are 10^9 bytes and "
         "10^12 operations a second, nmse is the error against float64, core the kernel that was chosen, mhz "
         "the mean clock meanwhile. time / floor is better the less it is, speed / cuBLAS the more. Of "
-        "tuning, us is the launch that is used now, of so many tried, usual_us the one before, and tile the "
-        "constants in which they differ. Of weights, prepare is bytes to the kernels' layout and restore the "
-        "way back; encode and repack are the kernels of quantize and prepare alone."
+        "attention, context is the mean of the sequences' lengths, and other libraries are timed where these "
+        "are equal. Of tuning, us is the launch that is used now, of so many tried, usual_us the one before, "
+        "and tile the constants in which they differ. Of weights, prepare is bytes to the kernels' layout "
+        "and restore the way back; encode and repack are the kernels of quantize and prepare alone."
     )
 
 
@@ -153,6 +165,15 @@ def _width_list(text: str) -> list[str]:
     names = text.split(",")
     if not {*names} <= {*WIDTHS}:
         raise argparse.ArgumentTypeError(f"bits are {', '.join(WIDTHS)}")
+    return names
+
+
+def _lengths_list(text: str) -> list[str]:
+    from ..bench.attention import SIZES
+
+    names = text.split(",")
+    if not {*names} <= {*SIZES}:
+        raise argparse.ArgumentTypeError(f"lengths are {', '.join(SIZES)}")
     return names
 
 
@@ -335,14 +356,13 @@ def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     from importlib.util import find_spec
 
     from ..bench import Record, attend
-    from ..bench.attention import BATCHES, CONTEXTS, HEADS, WIDTHS
+    from ..bench.attention import cell_keys
 
+    asked = {name: getattr(arguments, name) for name in _KINDS["attention"][0]}
+    count = sum(map(len, cell_keys(**asked)))
     here = [package for package in ("torch", "flashinfer-python") if find_spec(package.split("-")[0])]
     record = Record.start(arguments.record, here)
-    widths, contexts = arguments.bits or list(WIDTHS), arguments.contexts or CONTEXTS
-    batches, heads, queries = arguments.batches or BATCHES, arguments.heads or HEADS, arguments.queries or [1]
-    count = len(widths) * len(contexts) * len(batches) * len(heads) * len(queries)
-    return record, attend(record, widths, contexts, batches, heads, queries), count
+    return record, attend(record, **asked), count
 
 
 def _append(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
@@ -406,6 +426,7 @@ _OPTIONS = {
     "contexts": "context",
     "heads": "head_layout",
     "queries": "queries",
+    "lengths": "lengths",
     "tokens": "tokens",
     "peers": None,
 }
@@ -413,7 +434,7 @@ _OPTIONS = {
 _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any, int]]]] = {
     "matmul": ({"formats", "activations", "shapes", "batches", "peers", "plot"}, _matmul),
     "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k"}, _moe),
-    "attention": ({"bits", "contexts", "heads", "batches", "queries"}, _attention),
+    "attention": ({"bits", "contexts", "heads", "batches", "queries", "lengths"}, _attention),
     "append": ({"bits", "heads", "batches", "tokens"}, _append),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),

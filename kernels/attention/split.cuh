@@ -212,14 +212,16 @@ struct Portion {
 
     DEVICE int end() const { return start + count; }
 
-    // Of a sequence, by one warp: the first share's number, and how many there are.
+    // Of a sequence, by one warp: the first share's number, and how many there are. (Of a lone one nobody asks its number.)
     static DEVICE int2 shares_of(const Attention& p, int which, int lane) {
         const Lengths own(p, which), read(p, lane);
         const Portion portion(p, read.cost(), lane);
+        const int all = Share::streams_of(own.cost(), portion.rate);
+        if (all == 1) return make_int2(0, 1);
         int before = lane < which ? portion.count : 0;
         for (int base = WARP; base < which; base += WARP)
             if (base + lane < which) before += Share::streams_of(Lengths(p, base + lane).cost(), portion.rate);
-        return Share::numbers(which, warp_sum(before), Share::streams_of(own.cost(), portion.rate));
+        return Share::numbers(which, warp_sum(before), all);
     }
 };
 
