@@ -109,7 +109,7 @@ def test_repack_takes_several_runs(name: str, multiprocessors: int, monkeypatch:
     gpu = plan.Gpu(jit.capability(), multiprocessors)
     monkeypatch.setattr(jit, "gpu", lambda: gpu)
     fmt = cq.formats.get(name)
-    shape = (40, 17408)
+    shape = (272, 17408)
     row_tiles, tiles = plan.tiles(1, *shape)
     step = plan.repack(fmt.for_kernels, "to_fragments", row_tiles, tiles, gpu)
     run = dict(step.kernel.constants)["RUN"]

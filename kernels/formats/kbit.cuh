@@ -130,3 +130,6 @@ private:
 
     static DEVICE u32 plane_of(u32 signs) { return with_first_last(__brev(__funnelshift_l(signs, signs, 16))); }
 };
+
+template <int BITS, bool IS_E4M4, Coding CODING>
+constexpr bool HAS_PLANES<KbitBlock<BITS, IS_E4M4, CODING>> = true;

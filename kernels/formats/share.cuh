@@ -14,6 +14,10 @@ struct LaneShare {
     u32 group;
 };
 
+// Whether codes of a format are stored as bit planes.
+template <class F>
+constexpr bool HAS_PLANES = false;
+
 // All bits of the four lanes that share a row.
 DEVICE u32 or_of_row(u32 bits) {
     bits |= __shfl_xor_sync(~0u, bits, 1);
