@@ -62,7 +62,7 @@ def test_larger_products_fill_the_gpu_that_there_is() -> None:
     made = plan.moe.product(fmt, plan.moe.Load(512, 2, 8), 14336, 4096, plan.Gpu(90, 78), gated=True)
     assert made is not None
     assert made.gemm.plan.grid[0] <= 78
-    # Two blocks of a multiprocessor, with room for two runs each, which are shorter where there is less memory.
+    # Two blocks of a multiprocessor have room for two runs each, which are shorter where memory is less.
     for capability, tiles in ((75, 16), (86, 32), (90, 64)):
         step = plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(capability))
         assert dict(step.kernel.constants)["RUN"] == tiles

@@ -14,14 +14,15 @@ from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 
 _RUN_TILES, _LONGER, _ROW_READ, _ROW_WRITTEN = 16, (2, 4), 2500, 1600
 """Tiles along K that a block of threads repacks at a time, or some times as many, while what is read of a row
-in storage, or written, stays below so many bytes, and two blocks of a multiprocessor have room for two each. An H200's memory is the faster the more lies together:
-to fragments int4-128 takes 82 us with 0.6 KB, 78 with 1.1 KB, and 77 with 2.1 KB."""
-_ROUNDS = 4
-"""Blocks for each place on the GPU, at most, where row tiles are so few that several blocks share one."""
+in storage, or written, stays below so many bytes, and two blocks of a multiprocessor have room for two each.
+An H200's memory is the faster the more lies together: to fragments int4-128 takes 82 us with 0.6 KB, 78 with
+1.1 KB, and 77 with 2.1 KB."""
+_ROUNDS = 12
+"""Blocks for each multiprocessor, at most, where row tiles are so few that several blocks share one."""
 _THREADS, _MORE_THREADS = 512, 1024
-"""Threads of a multiprocessor that repack to fragments, at most; more where rows have no factors. As many have
-half of the registers each, and 32768 x 8192 takes an H200 80 us of mxfp4 in place of 86, but 114 us of q5_1 in
-place of 107, as scales that are to be lifted have no room in shared memory then."""
+"""Threads of a multiprocessor that repack to fragments, at most; more where rows have no factors. These have
+half of the registers each: 32768 x 8192 then takes an H200 80 us of mxfp4 in place of 86, but 114 of q5_1 in
+place of 107: its scales, which are to be lifted, have no room in shared memory."""
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
@@ -89,12 +90,11 @@ def _quantize_groups(has_zero_points: bool, fine_from: int, group: int, threads:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: bool = True) -> Plan:
-    """Repack to or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time. On
-    the way back each run has a block; on the way there a row tile has one, which has the next run fetched
-    while it works on one, or more, if there are few row tiles and rows have no factors. (Weights that are not
-    `half`, that float16 does not hold, have none.)
+    """Repack to or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time.
 
-    A warp takes a block of the format as a whole.
+    On the way back each run has a block of threads. On the way there a row tile has one, which has the next
+    run fetched while it works on one; or more, if there are few row tiles, and rows have no factors. (Weights
+    that are not `half`, that float16 does not hold, have none.)
     """
     threads = 256 if fmt.block_size < 256 else 128
     factors = half and row_factors(fmt)
@@ -110,24 +110,20 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
         longer = max((n for n in _LONGER if n * row < _ROW_WRITTEN), default=1)
         blocks = row_tiles * ceil(tiles / (longer * _RUN_TILES))
         return Plan(kernel(longer), (blocks, 1, 1), threads)
-    limit = [shared_limit(gpu.capability, max(1, n)) for n in range(_MORE_THREADS // threads + 1)]
-    fits = (n for n in _LONGER if n * row < _ROW_READ and 2 * _image(n * row) <= limit[2])
+    room = shared_limit(gpu.capability, 2)
+    fits = (n for n in _LONGER if n * row < _ROW_READ and 2 * _image(n * row) <= room)
     longer = max(fits, default=1)
-    shared, runs = 2 * _image(longer * row), ceil(tiles / (longer * _RUN_TILES))
-    resident = (_THREADS if factors else _MORE_THREADS) // threads
-    at_once = max(n for n in range(1, resident + 1) if n == 1 or shared <= limit[n])
-    made = kernel(longer, limit[1], RESIDENT=resident, IMAGE=shared // 2)
-    parts = 1
+    shared, resident = 2 * _image(longer * row), (_THREADS if factors else _MORE_THREADS) // threads
+    made = kernel(longer, shared_limit(gpu.capability), RESIDENT=resident, IMAGE=shared // 2)
     if factors:
-        shared += _kept(fmt, tiles, limit[at_once] - shared)
-    else:
-        parts = max(1, min(runs, _ROUNDS * gpu.multiprocessors * at_once // max(1, row_tiles)))
-    return Plan(made, (row_tiles, parts, 1), threads, shared)
+        return Plan(made, (row_tiles, 1, 1), threads, shared + _kept(fmt, tiles, room - shared))
+    runs, places = ceil(tiles / (longer * _RUN_TILES)), _ROUNDS * gpu.multiprocessors
+    return Plan(made, (row_tiles, max(1, min(runs, places // max(1, row_tiles))), 1), threads, shared)
 
 
 def _image(row: int) -> int:
-    """Bytes of a run's rows in shared memory, so many of each in storage: whole words of 16 bytes, an odd number
-    of them a row, and some behind the last row."""
+    """Bytes of a run's rows in shared memory, so many of each in storage: whole words of 16 bytes, an odd
+    number of them a row, and some behind the last row."""
     return TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
 
 

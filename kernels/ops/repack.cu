@@ -1,10 +1,10 @@
 // Storage layout <-> fragment layout (the picture is in core/tile.cuh).
 //
-// A block of threads takes runs of 16 rows x RUN tiles, one after the other, of one row tile: to fragments all of them, or, where
-// row tiles are few and rows have no factors, a part. On the way back each run has a block of its own. In storage a row of blocks starts at any
-// address, so its bytes pass through shared memory, which keeps their places in 16-byte words: these are moved as such;
-// on the way back, what the row has of its first and last word, in pairs of bytes (byte by byte where blocks have an
-// odd length).
+// A block of threads takes runs of 16 rows x RUN tiles, one after the other, of one row tile: to fragments all of them, or,
+// where row tiles are few and rows have no factors, a part. On the way back each run has a block of its own. In storage a row
+// of blocks starts at any address, so its bytes pass through shared memory, which keeps their places in 16-byte words: these
+// are moved as such; on the way back, what the row has of its first and last word, in pairs of bytes (byte by byte where
+// blocks have an odd length).
 //
 //     row r in shared memory    |..bbbbbb|bbbbbbbb|bbbbbbbb|bbb.....|    b: its blocks, from `begin` to `end`
 //
@@ -39,10 +39,11 @@ struct Run {
     s64 row_bytes, column;      // of the matrix in storage; where in its rows the run starts
 };
 
-// Runs of a row tile; row tiles are numbered over all matrices, one below the other.
+// Tiles along K, and runs of them.
 DEVICE u32 tiles_along(int blocks) { return (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES; }
 DEVICE u32 runs_of(u32 tiles_k) { return (tiles_k + RUN - 1) / RUN; }
 
+// Run `number` of a row tile; these are numbered over all matrices, one below the other.
 DEVICE Run run_at(u32 row_tile, u32 number, u32 tiles_k, int N, int blocks) {
     const u32 first = number * RUN, row_tiles = (u32(N) + ROWS - 1) / ROWS;
     u32 matrix = 0, own = row_tile;
