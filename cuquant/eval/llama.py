@@ -23,6 +23,7 @@ from ..ops.matmul import linear
 from ..ops.moe import Experts, moe, route
 from ..ops.quantize import quantize
 from ..render import counted, escaped
+from . import passes
 from .config import Config, UnsupportedModel
 from .kv import STEP, KVBits
 
@@ -124,7 +125,7 @@ class Llama:
             h = block(h, turn, 0)
         # Nothing after the last attention mixes positions: only the wanted ones go on.
         h = self._blocks[-1](h, turn, first)
-        return _norm(h, self._output_norm, self.config.rms_eps)
+        return passes.norm(h, self._output_norm, self.config.rms_eps)
 
     def _through_caches(
         self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], kv: KVBits
@@ -138,7 +139,7 @@ class Llama:
             h = self._embedded(tokens[:, step])
             for block, cache in zip(self._blocks, caches, strict=True):
                 h = block(h, (turn[0][step], turn[1][step]), 0, cache)
-            states.append(_norm(h, self._output_norm, self.config.rms_eps))
+            states.append(passes.norm(h, self._output_norm, self.config.rms_eps))
         return self._xp.concatenate(states, axis=1)
 
     def _embedded(self, tokens: NDArray[np.integer[Any]]) -> Array:
@@ -158,13 +159,17 @@ class Llama:
         """Whether inputs of every product are to be told."""
         return self._inputs is not None
 
-    def project(self, x: Array, weight: Weight, activation: str | None = None) -> Array:
-        """x (..., K) -> act(x @ W.T + bias) (..., N), x quantized first where the model asks for it."""
+    def project(
+        self, x: Array, weight: Weight, activation: str | None = None, residual: Array | None = None
+    ) -> Array:
+        """x (..., K) -> act(x @ W.T + bias) + residual (..., N), x quantized first where the model asks for
+        it."""
         if self._inputs is not None:
             self._inputs(weight, x)
         w = weight.matrix
         quantizes = self.activations == "q8_1" and isinstance(w, QuantizedArray)
-        return linear(x, w, bias=weight.bias, activation=activation, x_format="q8_1" if quantizes else None)
+        x_format = "q8_1" if quantizes else None
+        return linear(x, w, bias=weight.bias, activation=activation, residual=residual, x_format=x_format)
 
     def _turn(self, length: int) -> tuple[Array, Array]:
         """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""
@@ -243,45 +248,49 @@ class _Block:
 
         With a cache, whose tokens come before these, `turn` begins at their position and `first` is 0.
         """
-        x = _norm(h, self._attn_norm, self._config.rms_eps)
-        mixed = self._attention(x, turn, first) if cache is None else self._cached(x, turn, cache)
-        h = h[:, first:] + mixed
-        x = _norm(h, self._ffn_norm, self._config.rms_eps)
+        x = passes.norm(h, self._attn_norm, self._config.rms_eps)
+        h = h[:, first:]
+        h = self._attention(x, turn, h) if cache is None else self._cached(x, turn, h, cache)
+        x = passes.norm(h, self._ffn_norm, self._config.rms_eps)
         if not self._config.n_experts:
-            return h + self._swiglu(x, *self._ffn)
+            gate, up, down = self._ffn
+            return self._swiglu(x, gate, up, down, residual=h)
         return h + self._experts(x.reshape(-1, x.shape[-1])).reshape(h.shape)
 
-    def _attention(self, x: Array, turn: tuple[Array, Array], first: int) -> Array:
-        """Causal grouped-query attention of the queries from position `first` on."""
+    def _attention(self, x: Array, turn: tuple[Array, Array], h: Array) -> Array:
+        """Causal grouped-query attention of the last queries, as many as states h, to which it is added."""
         c = self._config
+        first = x.shape[1] - h.shape[1]
         q = self._heads(x[:, first:], self._q, self._q_norm, c.n_heads, turn, first)
         k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0)
         v = self._heads(x, self._v, None, c.n_kv_heads, None, 0)
         batch, _, queries, _ = q.shape
-        # The query heads that share a key head are neighbours: [B, kv head, query of its group, T, head_dim].
+        # Query heads that share a key head are neighbours, and multiplied by it as one: [B, kv head, query of
+        # its group, T, head_dim].
         q = q.reshape(batch, c.n_kv_heads, -1, queries, c.head_dim) * np.float32(c.head_dim**-0.5)
         out = np.empty_like(q)
         for start in range(0, queries, QUERY_BLOCK):
             block = slice(start, min(start + QUERY_BLOCK, queries))
             seen = first + block.stop
-            scores = q[:, :, :, block] @ k[:, :, None, :seen].swapaxes(-1, -2)
-            own = first + block.start  # keys before these all queries see
-            scores[..., own:] -= self._model.future(own, seen) * np.float32(1e30)
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            out[:, :, :, block] = scores @ v[:, :, None, :seen] / scores.sum(axis=-1, keepdims=True)
+            own = q[:, :, :, block]
+            scores = own.reshape(batch, c.n_kv_heads, -1, c.head_dim) @ k[:, :, :seen].swapaxes(-1, -2)
+            common = first + block.start  # keys before these all queries see
+            future = self._model.future(common, seen) * np.float32(1e30)
+            scores.reshape(*own.shape[:-1], seen)[..., common:] -= future
+            sums = passes.exponentials(scores)
+            out[:, :, :, block] = (scores @ v[:, :, :seen] / sums).reshape(own.shape)
         merged = out.reshape(batch, c.n_heads, queries, c.head_dim).swapaxes(1, 2)
-        return self._model.project(merged.reshape(batch, queries, -1), self._o)
+        return self._model.project(merged.reshape(batch, queries, -1), self._o, residual=h)
 
-    def _cached(self, x: Array, turn: tuple[Array, Array], cache: KVCache) -> Array:
-        """Attention of all queries over a cache, which takes their keys and values first."""
+    def _cached(self, x: Array, turn: tuple[Array, Array], h: Array, cache: KVCache) -> Array:
+        """Attention of all queries over a cache, which takes their keys and values first, added to states."""
         c, kv = self._config, self._model.kv
         q = self._heads(x, self._q, self._q_norm, c.n_heads, turn, 0).swapaxes(1, 2)
         k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0).swapaxes(1, 2)
         v = self._heads(x, self._v, None, c.n_kv_heads, None, 0).swapaxes(1, 2)
         assert kv is not None
         kv.append(cache, k, v)
-        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), self._o)
+        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), self._o, residual=h)
 
     def _heads(
         self,
@@ -295,12 +304,21 @@ class _Block:
         """Project to heads [B, heads, T, head_dim], normalised and rotated where asked."""
         y = self._model.project(x, weight).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
         if norm is not None:
-            y = _norm(y, norm, self._config.rms_eps)
-        return y if turn is None else _rotate(y, turn, first, self._config.rope_interleaved)
+            y = passes.norm(y, norm, self._config.rms_eps)
+        if turn is None:
+            return y
+        cos, sin = (each[first:] for each in turn)
+        return passes.rotated(y, cos, sin, self._config.rope_interleaved)
 
-    def _swiglu(self, x: Array, gate: Weight, up: Weight, down: Weight) -> Array:
+    def _swiglu(
+        self, x: Array, gate: Weight, up: Weight, down: Weight, residual: Array | None = None
+    ) -> Array:
         project = self._model.project
-        return project(project(x, gate, activation="silu") * project(x, up), down)
+        if device.is_cuda(x):
+            inner = passes.gated(project(x, gate), project(x, up))
+        else:
+            inner = project(x, gate, activation="silu") * project(x, up)
+        return project(inner, down, residual=residual)
 
     def _experts(self, x: Array) -> Array:
         """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
@@ -349,24 +367,3 @@ def _divisors(factors: Any) -> NDArray[np.float32]:
 
 def _to_float32(rows: Any) -> Array:
     return rows.dequantize() if isinstance(rows, QuantizedArray) else rows.astype(np.float32)
-
-
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    """Root-mean-square norm over the last axis."""
-    scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
-    return x * scale * weight
-
-
-def _rotate(x: Array, turn: tuple[Array, Array], first: int, interleaved: bool) -> Array:
-    """Rotary embedding of heads [B, heads, T, head_dim] at positions from `first`; other dimensions pass."""
-    cos, sin = (t[first:] for t in turn)
-    dim = 2 * cos.shape[1]
-    out = x.copy()
-    if interleaved:
-        a, b, to_a, to_b = x[..., 0:dim:2], x[..., 1:dim:2], out[..., 0:dim:2], out[..., 1:dim:2]
-    else:
-        half = dim // 2
-        a, b, to_a, to_b = x[..., :half], x[..., half:dim], out[..., :half], out[..., half:dim]
-    to_a[...] = a * cos - b * sin
-    to_b[...] = a * sin + b * cos
-    return out

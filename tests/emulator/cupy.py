@@ -143,6 +143,76 @@ class RawModule:
         return driver.Function(self._library, name)
 
 
+class _Elements:
+    """A kernel of one thread that goes through float32 numbers. `params`: "float32 x, float32 y"."""
+
+    def __init__(self, params: str, results: str, name: str) -> None:
+        self._operands, self._results, self._name = _names(params), _names(results), name
+
+    def _run(
+        self, body: str, given: Any, shape: tuple[int, ...], result: tuple[int, ...], k: int = 0
+    ) -> list[ndarray]:
+        """Results of a shape, n numbers each, of operands that are broadcast to another; `all_x` has x."""
+        assert driver.captured is None, "what is captured is launched later"
+        assert all(np.asarray(array).dtype == np.float32 for array in given)
+        made = [empty(result, np.float32) for _ in self._results]
+        arrays = [*(np.broadcast_to(array, shape).copy() for array in given), *made]
+        pointers = [f"const float* all_{name}" for name in self._operands]
+        pointers += [f"float* all_{name}" for name in self._results]
+        parameters = ", ".join(["long long n", "long long k", *pointers])
+        kernel = f"__global__ void {self._name}({parameters}) {{ if (threadIdx.x == 0) {{ {body} }} }}"
+        module = RawModule(f'extern "C" {kernel}', ())
+        module.compile()
+        numbers = (int(np.prod(result)), k, *(array.ctypes.data for array in arrays))
+        values = [ctypes.c_longlong(number) for number in numbers]
+        config = SimpleNamespace(count=0, shared=0, grid=(1, 1, 1), block=(32, 1, 1), attributes=[])
+        module.get_function(self._name).launch(config, [*map(ctypes.addressof, values)])
+        return made
+
+    def _reads(self, at: str) -> str:
+        return " ".join(f"const float {name} = all_{name}[{at}];" for name in self._operands)
+
+
+class ElementwiseKernel(_Elements):
+    def __init__(self, params: str, results: str, operation: str, name: str) -> None:
+        super().__init__(params, results, name)
+        writes = " ".join(f"float& {result} = all_{result}[i];" for result in self._results)
+        self._body = f"for (long long i = 0; i < n; i++) {{ {self._reads('i')} {writes} {operation}; }}"
+
+    def __call__(self, *arrays: Any) -> Any:
+        given, out = arrays[: len(self._operands)], arrays[len(self._operands) :]
+        shape = np.broadcast_shapes(*map(np.shape, arrays))
+        made = self._run(self._body, given, shape, shape)
+        for to, values in zip(out, made, strict=False):
+            to[...] = values
+        return None if out else made[0]
+
+
+class ReductionKernel(_Elements):
+    """Along the last axis. The post-map knows those operands that are numbers, too."""
+
+    def __init__(
+        self, params: str, result: str, mapped: str, reduced: str, post: str, identity: str, name: str
+    ) -> None:
+        super().__init__(params, result, name)
+        each = f"{self._reads('at')} const float b = {mapped}; const float next = {reduced}; a = next;"
+        rows = f"for (long long at = i * k; at < i * k + k; at++) {{ {each} }}"
+        last = f"{self._reads('i * k')} float& {self._results[0]} = all_{self._results[0]}[i]; {post};"
+        self._body = f"for (long long i = 0; i < n; i++) {{ float a = {identity}; {rows} {last} }}"
+
+    def __call__(self, *arrays: Any, axis: int, keepdims: bool) -> Any:
+        assert axis == -1
+        assert keepdims
+        shape = np.shape(arrays[0])
+        return self._run(self._body, arrays, shape, (*shape[:-1], 1), k=shape[-1])[0]
+
+
+def _names(parameters: str) -> list[str]:
+    pairs = [each.split() for each in parameters.split(",")]
+    assert all(kind == "float32" for kind, _ in pairs)
+    return [name for _, name in pairs]
+
+
 class _Context:
     def __enter__(self) -> Any:
         return self
