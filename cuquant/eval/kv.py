@@ -14,7 +14,8 @@ from ..kv.codes import BITS
 from .config import Config
 
 STEP = 16
-"""Tokens that a sequence takes at a time. Ages count from the last of them."""
+"""Tokens that a sequence takes at a time where they age, or scales are found. Ages count from the last of
+them."""
 
 # Ten digits hold what int32 does, and int() refuses thousands in words of its own.
 _NUMBER = "[1-9][0-9]{0,9}"
@@ -79,6 +80,12 @@ class KVBits:
         self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]
         self.text = match["widths"] + "+scales" * self._scales + "+rotate" * self._rotate  # each once
 
+    @property
+    def by_steps(self) -> bool:
+        """Whether it matters how many tokens come at a time: to widths by age, and to scales, which are those
+        of the first tokens."""
+        return len(self.widths) > 1 or self._scales
+
     def cache(self, config: Config, batch: int, capacity: int, *, device: str) -> KVCache:
         """An empty cache for a layer, on "cpu" or "cuda"."""
         return KVCache(
@@ -97,11 +104,16 @@ class KVBits:
 
         They are arrays of the cache's device.
         """
+        if len(self.widths) == 1:
+            return cache.append(k, v, int(self.widths[0]))
         n = k.shape[1]
-        if self._newest:
-            cache.age(self._newest, coming=n)
+        cache.age(self._newest, coming=n)
         ages = np.arange(n, 0, -1)
         cache.append(k, v, self.widths[np.searchsorted(self._ages, ages)])
+
+
+HALVES = KVBits(16)
+"""Keys and values in float16, as a GPU's attention takes them."""
 
 
 def distinct_widths(kv_bits: str | int | Iterable[str | int]) -> list[KVBits]:

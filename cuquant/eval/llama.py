@@ -1,6 +1,7 @@
 """The Llama family's forward pass on quantized weights, built on `cuquant.linear`.
 
-Weights stay as they are stored; everything else is float32. A block is
+Weights stay as they are stored; everything else is float32, but that a GPU's products, and its attention,
+multiply numbers in float16. A block is
 
     h = h + Wo · attention(rope(Wq · norm(h)), rope(Wk · norm(h)), Wv · norm(h))
     h = h + Wdown · (silu(Wgate · norm(h)) * (Wup · norm(h)))
@@ -25,7 +26,7 @@ from ..ops.quantize import quantize
 from ..render import counted, escaped
 from . import passes
 from .config import Config, UnsupportedModel
-from .kv import STEP, KVBits
+from .kv import HALVES, STEP, KVBits
 
 Array = NDArray[np.float32]
 
@@ -90,6 +91,9 @@ class Llama:
         self._output_norm = self._need("output_norm.weight", d)
         # NumPy's functions reach CuPy's arrays too; new arrays come from the weights' own module.
         self._xp: Any = device.cupy() if device.is_cuda(self._output_norm) else np
+        # (Whoever takes note of inputs wants to see them once.)
+        if kv is None and inputs is None and self._xp is not np and _is_cached(config):
+            self.kv = HALVES
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
@@ -118,21 +122,28 @@ class Llama:
         float32 [B, T - first, d_model]
         """
         turn = self._turn(tokens.shape[1])
-        if self.kv is not None:
-            return self._through_caches(tokens, turn, self.kv)[:, first:]
+        if self.kv is not None and self.kv.by_steps:
+            return self._by_steps(tokens, turn)[:, first:]
         h = self._embedded(tokens)
         for block in self._blocks[:-1]:
-            h = block(h, turn, 0)
+            h = block(h, turn, 0, self._cache(*tokens.shape))
         # Nothing after the last attention mixes positions: only the wanted ones go on.
-        h = self._blocks[-1](h, turn, first)
-        return passes.norm(h, self._output_norm, self.config.rms_eps)
+        h = self._blocks[-1](h, turn, first, self._cache(*tokens.shape))
+        h = passes.norm(h, self._output_norm, self.config.rms_eps)
+        if self.kv is HALVES and not np.isfinite(h).all():  # maybe for keys or values beyond float16
+            self.kv = None
+            return self.hidden(tokens, first)
+        return h
 
-    def _through_caches(
-        self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], kv: KVBits
-    ) -> Array:
-        """Final states of all positions, a step of them after the other, all keys and values from caches."""
+    def _cache(self, batch: int, length: int) -> KVCache | None:
+        """An empty cache of a layer for sequences of so many tokens; None where attention takes float32 keys
+        and values."""
         where = device.of(self._output_norm)
-        caches = [kv.cache(self.config, *tokens.shape, device=where) for _ in self._blocks]
+        return None if self.kv is None else self.kv.cache(self.config, batch, length, device=where)
+
+    def _by_steps(self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array]) -> Array:
+        """Final states of all positions, a step of them after the other through all layers."""
+        caches = [self._cache(*tokens.shape) for _ in self._blocks]
         states = []
         for start in range(0, tokens.shape[1], STEP):
             step = slice(start, start + STEP)
@@ -246,7 +257,8 @@ class _Block:
     ) -> Array:
         """States [B, T, d] -> states [B, T - first, d] of positions `first` and later.
 
-        With a cache, whose tokens come before these, `turn` begins at their position and `first` is 0.
+        Attention is over a cache, if there is one, which may have tokens before these: then `turn` begins at
+        their position, and `first` is 0.
         """
         x = passes.norm(h, self._attn_norm, self._config.rms_eps)
         h = h[:, first:]
@@ -261,9 +273,7 @@ class _Block:
         """Causal grouped-query attention of the last queries, as many as states h, to which it is added."""
         c = self._config
         first = x.shape[1] - h.shape[1]
-        q = self._heads(x[:, first:], self._q, self._q_norm, c.n_heads, turn, first)
-        k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0)
-        v = self._heads(x, self._v, None, c.n_kv_heads, None, 0)
+        q, k, v = (heads.swapaxes(1, 2) for heads in self._projected(x, turn, first))
         batch, _, queries, _ = q.shape
         # Query heads that share a key head are neighbours, and multiplied by it as one: [B, kv head, query of
         # its group, T, head_dim].
@@ -283,14 +293,26 @@ class _Block:
         return self._model.project(merged.reshape(batch, queries, -1), self._o, residual=h)
 
     def _cached(self, x: Array, turn: tuple[Array, Array], h: Array, cache: KVCache) -> Array:
-        """Attention of all queries over a cache, which takes their keys and values first, added to states."""
-        c, kv = self._config, self._model.kv
-        q = self._heads(x, self._q, self._q_norm, c.n_heads, turn, 0).swapaxes(1, 2)
-        k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0).swapaxes(1, 2)
-        v = self._heads(x, self._v, None, c.n_kv_heads, None, 0).swapaxes(1, 2)
+        """Attention of the last queries, as many as states h, to which it is added, over a cache that takes
+        all keys and values: some queries at a time, when the cache has the tokens up to them."""
+        kv, first = self._model.kv, x.shape[1] - h.shape[1]
         assert kv is not None
-        kv.append(cache, k, v)
-        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), self._o, residual=h)
+        q, k, v = self._projected(x, turn, first)
+        out, appended = np.empty_like(q), 0
+        for start in range(0, q.shape[1], check.MOST_QUERIES):
+            some = slice(start, min(start + check.MOST_QUERIES, q.shape[1]))
+            new = slice(appended, first + some.stop)
+            kv.append(cache, k[:, new], v[:, new])
+            attention(q[:, some], cache, out=out[:, some])
+            appended = new.stop
+        return self._model.project(out.reshape(*h.shape[:2], -1), self._o, residual=h)
+
+    def _projected(self, x: Array, turn: tuple[Array, Array], first: int) -> tuple[Array, Array, Array]:
+        """Queries from position `first` on, and all keys and values: [B, T, heads, head_dim] each."""
+        c = self._config
+        q = self._heads(x[:, first:], self._q, self._q_norm, c.n_heads, turn, first)
+        k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0)
+        return q, k, self._heads(x, self._v, None, c.n_kv_heads, None, 0)
 
     def _heads(
         self,
@@ -301,13 +323,13 @@ class _Block:
         turn: tuple[Array, Array] | None,
         first: int,
     ) -> Array:
-        """Project to heads [B, heads, T, head_dim], normalised and rotated where asked."""
-        y = self._model.project(x, weight).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+        """Project to heads [B, T, heads, head_dim], normalised and rotated where asked."""
+        y = self._model.project(x, weight).reshape(*x.shape[:2], heads, -1)
         if norm is not None:
             y = passes.norm(y, norm, self._config.rms_eps)
         if turn is None:
             return y
-        cos, sin = (each[first:] for each in turn)
+        cos, sin = (each[first:, None] for each in turn)
         return passes.rotated(y, cos, sin, self._config.rope_interleaved)
 
     def _swiglu(
@@ -340,6 +362,15 @@ class _Block:
                 gate, up, down = (stack.of(expert) for stack in self._ffn)
                 out[token] += self._swiglu(x[token], gate, up, down) * probs[token, slot, None]
         return out
+
+
+def _is_cached(config: Config) -> bool:
+    """Whether caches take this model's heads."""
+    try:
+        HALVES.cache(config, 1, 1, device="cpu")
+    except ValueError:
+        return False
+    return True
 
 
 def _computable(name: str, tensor: Any) -> Any:

@@ -26,8 +26,8 @@ def norm(x: Array, weight: Any, eps: float) -> Array:
 
 
 def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Rotary embedding of heads (..., T, head_dim) by cosines and sines [T, rope_dim / 2]; other dimensions
-    pass."""
+    """Rotary embedding of heads (..., T, heads, head_dim) by cosines and sines [T, 1, rope_dim / 2]; other
+    dimensions pass."""
     dim = 2 * cos.shape[-1]
     out: Array = x.copy()
     if interleaved:
