@@ -87,7 +87,7 @@ struct TwoBitBlock {
 
     // The same of blocks that are no more than a tile.
     static DEVICE LaneShare<TwoBitBlock> gather(const u8* row, const u8* row8, int lane) {
-        LaneShare<TwoBitBlock> shares[1];
+        LaneShare<TwoBitBlock> shares[1] = {};
         gather(shares, row, row8, lane);
         return shares[0];
     }
