@@ -30,6 +30,8 @@ PANELS = kv_plan.attention(kv_plan.Shape(1, 64, 32, 8, 96, codes.BITS, 1, 1), 90
 RESULTS = exl3.turn_results(1, 128)
 SUMS = exl3.turn_sums(1, 128)
 QUANTIZE = plan.quantize(Q4_0, 1, GPU)
+CENTERED = max(n for n in range(16, 1 << 16, 16) if plan.center(n).grid[0] == 1)
+"""Bytes of scales that a block of threads moves."""
 SQUARES = exl3.dequantize(WALK, *ONE)
 SEARCH = trellis.quantize(TRELLIS, *ONE)
 IMPORTANCE = kv_plan.importance(1, 64, 4, 1)
@@ -50,7 +52,7 @@ SHARED: list[Case] = [
         | {str(dtype).upper(): number for dtype, number in problem.DTYPES.items()},
     ),
     (QUANTIZE.kernel, {"THREADS": QUANTIZE.block}),
-    (plan.center(1).kernel, {"THREADS": plan.center(1).block}),
+    (plan.center(1).kernel, {"THREADS": plan.center(1).block, "16 * OWN * THREADS": CENTERED}),
     (
         RESULTS.kernel,
         {"HADAMARD": exl3_format.HADAMARD, "RESULT_THREADS": RESULTS.block}

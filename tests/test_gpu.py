@@ -102,10 +102,10 @@ def test_storage_starts_at_any_even_address(name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "q2_k", "kbit2", "kbit3", "mxfp4", "int4-128"])
-@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 132])
 def test_repack_takes_several_runs(name: str, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three runs and more for each block, which has room for two, or parts of a row tile where there are more
-    multiprocessors; row tiles that do not end with a run."""
+    """Three runs and more for each block, which has room for two, or parts of a row tile, unequal ones of
+    several runs too, where there are more multiprocessors; row tiles that do not end with a run."""
     gpu = plan.Gpu(jit.capability(), multiprocessors)
     monkeypatch.setattr(jit, "gpu", lambda: gpu)
     fmt = cq.formats.get(name)

@@ -203,6 +203,22 @@ def test_mxfp4_scales_that_fit_are_not_kept_besides() -> None:
         np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
+@pytest.mark.parametrize("exponents", [(60, 80), (102, 126), (103, 127), (100, 160)], ids=str)
+def test_mxfp4_scales_that_several_blocks_move(exponents: tuple[int, int]) -> None:
+    """Or that stay, or that float16 does not hold; the extremes are in the last of them."""
+    shape = (1024, 1024)
+    raw = random_blocks("mxfp4", shape)
+    scales = raw.view(cq.formats.get("mxfp4").storage)["e"]
+    scales[...] = np.random.default_rng(0).integers(exponents[0] + 1, exponents[1], scales.shape)
+    scales[-1, -2:] = exponents
+    w = cq.from_blocks(raw, "mxfp4", shape)
+    there = w.to_device("cuda").prepare()
+    assert (there.fragments().offset == 0) == (exponents in [(102, 126), (100, 160)])
+    np.testing.assert_array_equal(as_numpy(there.blocks), raw)
+    a = gauss((3, 1024), 2) * F(2.0 ** (127 - exponents[1]))
+    assert nmse(cq.matmul(device.cupy().asarray(a), there.T), testing.linear(a, w)) < 1e-6
+
+
 def test_mxfp4_blocks_of_zeros_keep_their_scales() -> None:
     """Above and below the scales that count, and 255, which float32 has no number for."""
     cupy = device.cupy()

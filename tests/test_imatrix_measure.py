@@ -354,7 +354,7 @@ def test_the_chunk_that_spoils_the_sums(
         short(path, tokens=ids, chunks=before, target=tmp_path / "i.gguf")
 
 
-@pytest.mark.parametrize("together", [1, 6])
+@pytest.mark.parametrize("together", [1, 2, 4, 6])
 def test_sums_of_several_chunks_that_float32_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:

@@ -138,10 +138,11 @@ class _Inputs:
         self._squares[weight.name][weight.expert] += added
         self._counts[weight.name][weight.expert] += len(rows)
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._squares.clear()
-        self._counts.clear()
+    def copy(self) -> _Inputs:
+        made = _Inputs(self._tensors)
+        made._squares = {name: squares.copy() for name, squares in self._squares.items()}
+        made._counts = {name: counts.copy() for name, counts in self._counts.items()}
+        return made
 
     def beyond(self) -> str | None:
         """The first weight with a sum that is NaN, or that float32 does not hold; None where there is none.
@@ -164,7 +165,7 @@ def _sums(
 ) -> dict[str, Sums]:
     """Sums over all tokens of all chunks, by names of weights; ValueError at the chunk that spoils them."""
     inputs = _Inputs(contender.tensors)
-    model = runnable(contender, pieces.shape[1], inputs=inputs.add)
+    model = runnable(contender, pieces.shape[1], inputs=lambda *given: inputs.add(*given))
     check_ids(pieces, [model], [contender])
 
     def spoiled(batch: NDArray[np.integer[Any]]) -> str | None:
@@ -184,10 +185,10 @@ def _sums(
     ):
         done = 0
         for batch in batches(pieces):
+            earlier = inputs.copy()
             found = spoiled(batch)
             if found is not None:
-                # One by one, to tell which it is: the last where only sums of all batches are too large.
-                inputs.clear()
+                inputs = earlier  # and one by one, to tell which it is
                 each = ((at, spoiled(chunk[None])) for at, chunk in enumerate(batch, done))
                 last = done + len(batch) - 1, found
                 before, found = next(((at, name) for at, name in each if name is not None), last)

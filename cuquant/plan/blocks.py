@@ -17,6 +17,8 @@ _RUN_TILES, _LONGER, _ROW_READ, _ROW_WRITTEN = 16, (2, 4), 2500, 1600
 in storage, or written, stays below so many bytes, and two blocks of a multiprocessor have room for two each.
 An H200's memory is the faster the more lies together: to fragments int4-128 takes 82 us with 0.6 KB, 78 with
 1.1 KB, and 77 with 2.1 KB."""
+_ALIGNED = 512
+"""Bytes that ptxas adds to few static ones, so that what follows begins on 1 KB."""
 _ROUNDS = 12
 """Blocks for each multiprocessor, at most, where row tiles are so few that several blocks share one."""
 _THREADS, _MORE_THREADS = 512, 1024
@@ -110,13 +112,16 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
         longer = max((n for n in _LONGER if n * row < _ROW_WRITTEN), default=1)
         blocks = row_tiles * ceil(tiles / (longer * _RUN_TILES))
         return Plan(kernel(longer), (blocks, 1, 1), threads)
-    room = shared_limit(gpu.capability, 2)
+    room = shared_limit(gpu.capability, 2) - _ALIGNED
     fits = (n for n in _LONGER if n * row < _ROW_READ and 2 * _image(n * row) <= room)
     longer = max(fits, default=1)
-    shared, resident = 2 * _image(longer * row), (_THREADS if factors else _MORE_THREADS) // threads
-    made = kernel(longer, shared_limit(gpu.capability), RESIDENT=resident, IMAGE=shared // 2)
+    shared, most = 2 * _image(longer * row), (_THREADS if factors else _MORE_THREADS) // threads
+    resident = max(n for n in range(1, most + 1) if n == 1 or shared <= shared_limit(gpu.capability, n))
+    alone = shared_limit(gpu.capability)
+    made = kernel(longer, alone, RESIDENT=resident, IMAGE=shared // 2)
     if factors:
-        return Plan(made, (row_tiles, 1, 1), threads, shared + _kept(fmt, tiles, room - shared))
+        kept = _kept(fmt, tiles, (room if shared <= room else alone) - shared)
+        return Plan(made, (row_tiles, 1, 1), threads, shared + kept)
     runs, places = ceil(tiles / (longer * _RUN_TILES)), _ROUNDS * gpu.multiprocessors
     return Plan(made, (row_tiles, max(1, min(runs, places // max(1, row_tiles))), 1), threads, shared)
 

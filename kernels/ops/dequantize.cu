@@ -75,8 +75,9 @@ DEVICE void store_eight(void* out, s64 at, int dtype, const float (&x)[8]) {
     }
 }
 
-// Five blocks of a multiprocessor leave registers enough for all loads of a thread to be on their way at once. Loads of bit planes
-// are few bytes, so that with seven more are on their way: kbit4 takes 170 us so in place of 180.
+// Five blocks of a multiprocessor leave registers enough for all loads of a thread to be on their way at once. Loads of bit
+// planes are few bytes, so that with seven (where a multiprocessor has as many) more are on their way: kbit4 takes 170 us so
+// in place of 180.
 constexpr int RESIDENT = HAS_PLANES<Format> ? 7 : 5;
 
 // `count` runs. `scale`: of the tensor (nvfp4).
