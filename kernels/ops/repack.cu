@@ -318,8 +318,11 @@ to_fragments(const u8* storage, int N, int blocks, u8* low, u8* high, u8* scale,
 }
 
 #else
+// Told that one block of a multiprocessor is enough, ptxas takes more registers. It has to for sm_120 alone, where it would spill.
+constexpr int LEAST_RESIDENT = __CUDA_ARCH__ >= 1200 ? 1 : 0;
+
 // `offset`: what has been added to scales that are exponents.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_RESIDENT)
 from_fragments(u8* storage, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
                const u32* factors, int offset) {
     __shared__ __align__(16) u8 shared[IMAGE];
