@@ -114,6 +114,7 @@ def attention() -> Iterator[Figure]:
         }
         yield Figure(PERFORMANCE, words[gpu], (str(near), str(len(long))))
     yield from several_queries()
+    yield from unequal_lengths()
     every = of_equal_lengths("h200-attention")
     cells = {(c["bits"], c["kv_heads"], (c["batch"], c["context"])): c for c in every}
     compared = [(8, (1, 131072)), (8, (8, 32768)), (8, (8, 131072)), (32, (1, 131072)), (32, (8, 131072))]
@@ -200,6 +201,27 @@ def attention() -> Iterator[Figure]:
     )
 
 
+def unequal_lengths() -> Iterator[Figure]:
+    """Times, and behind each how many floors it is."""
+    cells = {
+        (c["bits"], c["batch"], c["context"], c["lengths"]): c
+        for c in read_cells("h200-attention")
+        if c.get("lengths", "equal") != "equal"
+    }
+    batches = [(8, 8192, "spread"), (8, 8192, "one-long"), (32, 8192, "spread"), (100, 1024, "spread")]
+
+    def number(bits: str, column: tuple[tuple[int, int, str], bool]) -> str:
+        batch, floors = column
+        cell = cells[(bits, *batch)]
+        return f"{cell['us'] / cell['floor_us']:.2f}" if floors else f"{cell['us']:.1f}"
+
+    header = (
+        "| bits | 8 x 8192, spread | floors | 8 x 8192, one long | floors | 32 x 8192, spread | floors | "
+        "100 x 1024, spread | floors |"
+    )
+    yield from table(PERFORMANCE, header, 3, number, itertools.product(batches, (False, True)))
+
+
 def several_queries() -> Iterator[Figure]:
     cells = {
         (c["bits"], c["batch"], c["context"], c["queries"]): c for c in read_cells("h200-attention-queries")
@@ -255,6 +277,13 @@ def once_for_a_weight() -> Iterator[Figure]:
             words += " | {} to {}" if len(times) > 1 else " | {}" if times else " |"
             numbers += span(times, 2)[: len(times)] if times else ()
         yield Figure(PERFORMANCE, f"{words} |", tuple(numbers), header)
+    near = {
+        work: sum(times <= 1.18 for times in over((c for c in every if c["work"] == work), "floor_us"))
+        for work in ("dequantize", "repack", "restore")
+    }
+    yield Figure(PERFORMANCE, "for {} of 30 kernels that dequantize", (str(near["dequantize"]),))
+    yield Figure(PERFORMANCE, "{} of 30 of those that prepare", (str(near["repack"]),))
+    yield Figure(PERFORMANCE, "and {} of 30 of those that restore.", (str(near["restore"]),))
     prepared = {c["format"]: c for c in every if c["work"] == "repack"}
     yield Figure(
         PERFORMANCE,
