@@ -211,8 +211,8 @@ def unequal_lengths() -> Iterator[Figure]:
     batches = [(8, 8192, "spread"), (8, 8192, "one-long"), (32, 8192, "spread"), (100, 1024, "spread")]
 
     def number(bits: str, column: tuple[tuple[int, int, str], bool]) -> str:
-        batch, floors = column
-        cell = cells[(bits, *batch)]
+        (batch, context, lengths), floors = column
+        cell = cells[bits, batch, context, lengths]
         return f"{cell['us'] / cell['floor_us']:.2f}" if floors else f"{cell['us']:.1f}"
 
     header = (
