@@ -29,10 +29,14 @@ def load(path: Path, kv: str | None = None) -> Llama:
 
 @pytest.mark.parametrize("spec", [Spec(), QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
-def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Spec, bits: int) -> None:
-    """As a pass over all positions at once whose keys and values are replaced by what codes stand for."""
-    path, tokens = write(tmp_path / "model.gguf", spec), some_tokens(2, 45)
-    exact, cached = load(path).hidden(tokens, 10), load(path, str(bits)).hidden(tokens, 10)
+@pytest.mark.parametrize(("length", "first"), [(45, 10), (150, 71)])
+def test_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Spec, bits: int, length: int, first: int
+) -> None:
+    """As a pass over all positions at once whose keys and values are replaced by what codes stand for, also
+    of more queries than attention takes."""
+    path, tokens = write(tmp_path / "model.gguf", spec), some_tokens(2, length)
+    exact, cached = load(path).hidden(tokens, first), load(path, str(bits)).hidden(tokens, first)
     heads = llama._Block._heads
 
     def coded(self: Any, x: Any, pair: Any, norm: Any, count: int, *rest: Any) -> Any:
@@ -40,7 +44,7 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Spec, bit
         return y if count == spec.n_heads else codes.decode(*codes.encode(y, bits), bits)
 
     monkeypatch.setattr(llama._Block, "_heads", coded)
-    expected = load(path).hidden(tokens, 10)
+    expected = load(path).hidden(tokens, first)
     assert cached.dtype == np.float32
     assert error(cached, expected) < {16: 1e-3, 8: 0.02}.get(bits, 0.2)  # a rounding may turn a code
     assert error(cached[:, :3], exact[:, :3]) < {16: 2e-3, 8: 0.1}.get(bits, 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from synthetic import EXPERTS, QWEN3, Spec, some_tokens, tensors, write
 
 import cuquant as cq
 from cuquant import device
+from cuquant.eval import config
+from cuquant.eval.kv import HALVES
+from cuquant.eval.llama import Llama
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent
@@ -109,6 +114,67 @@ def test_chunks_of_many_queries(tmp_path: Path, spec: Spec, factor: float) -> No
         assert b.ppl == pytest.approx(a.ppl, rel=5e-3)  # a rounding may choose another expert
 
 
+def load(path: Path, where: str) -> Llama:
+    model = cq.open(path, where)
+    return Llama(config.read(model.metadata), dict(model))
+
+
+@pytest.mark.parametrize("name", ["attn_k", "attn_v"])
+@pytest.mark.parametrize("spec", [Spec(), EXPERTS], ids=["dense", "experts"])
+def test_keys_and_values_beyond_float16(tmp_path: Path, spec: Spec, name: str) -> None:
+    """They are float32 from then on, and only from then on."""
+    name = f"blk.0.{name}.weight"
+    large: dict[str, Any] = {name: tensors(spec)[name] * np.float32(1e6)}
+    for changes, kept in (({}, HALVES), (large, None)):
+        path = write(tmp_path / f"{len(changes)}.gguf", spec, **changes)
+        cpu, gpu = load(path, "cpu"), load(path, "cuda")
+        assert (cpu.kv, gpu.kv) == (None, HALVES)
+        states, expected = (model.hidden(some_tokens(3, 70), 35) for model in (gpu, cpu))
+        assert gpu.kv is kept
+        difference = np.abs(device.as_numpy(states) - expected)
+        assert np.median(difference) < 0.01 * np.abs(expected).max()  # a rounding may choose another expert
+
+
+@pytest.mark.parametrize("spec", [Spec(), EXPERTS], ids=["dense", "experts"])
+def test_weights_that_are_no_numbers(tmp_path: Path, spec: Spec) -> None:
+    """They are told as on the CPU, though they are not what float16 does not hold."""
+    name = "blk.1.attn_q.weight"
+    bad: dict[str, Any] = {name: tensors(spec)[name]}
+    bad[name][-1, -1] = np.nan
+    path = write(tmp_path / "model.gguf", spec, **bad)
+    given: dict[str, Any] = {"tokens": some_tokens(256), "ctx": 64, "device": "cuda"}
+    flaw = f"that are NaN or infinite: tensor '{name}' has weights that are"
+    for kv_bits in ([], [16]):
+        with pytest.raises(ValueError, match=rf"model\.gguf \(f16\) has scores {flaw}"):
+            cq.evaluate(path, kv_bits=kv_bits, **given)
+    with pytest.raises(ValueError, match=f"'blk.1.attn_output.weight' in chunk 1 of 4 {flaw}"):
+        cq.measure_importance(path, **given)
+
+
+def test_a_layer_gives_its_cache_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next has one: no collector of garbage is needed."""
+    caches: list[weakref.ref[cq.KVCache]] = []
+    kept: list[int] = []
+    make = Llama._cache
+
+    def watched(self: Llama, batch: int, length: int) -> cq.KVCache | None:
+        kept.append(sum(cache() is not None for cache in caches))
+        made = make(self, batch, length)
+        assert made is not None
+        caches.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Llama, "_cache", watched)
+    model = load(write(tmp_path / "model.gguf", Spec(n_layers=3)), "cuda")
+    gc.disable()
+    try:
+        model.hidden(some_tokens(2, 100), 50)
+        kept.append(sum(cache() is not None for cache in caches))
+    finally:
+        gc.enable()
+    assert kept == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("matrices", [Type.F16, Type.Q8_0])
 @pytest.mark.parametrize("spec", [Spec(), EXPERTS], ids=["dense", "experts"])
 def test_importance_as_on_the_cpu(tmp_path: Path, spec: Spec, matrices: Type) -> None:
@@ -168,9 +234,6 @@ def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
             self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
         ) -> None:
             sizes.append(size)
-
-    from cuquant.eval import config
-    from cuquant.eval.llama import Llama
 
     model = cq.open(tmp_path / "q.gguf", device="cuda")
     tensors = {name: t.prepare() if isinstance(t, cq.QuantizedArray) else t for name, t in model.items()}

@@ -63,7 +63,9 @@ class Llama:
     activations : "f16" or "q8_1"
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
     kv : KVBits, optional
-        Attend to quantized keys and values, which are cached where the model is.
+        Attend to quantized keys and values, which are cached where the model is. By default they are float32;
+        on a GPU float16, if caches take the model's heads and `inputs` is not given, until the first states
+        that are not finite.
     inputs : callable, optional
         Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
         multiplied by: float32 (..., K).
