@@ -172,6 +172,15 @@ def test_an_importance_that_does_not_fit(
         quantize_file(source, target, "q4_k", importance=rows, force=True)
 
 
+def test_an_open_model_is_no_importance(tmp_path: Path) -> None:
+    with cq.open(model(tmp_path / "s.gguf"), "cpu") as opened, untouched(tmp_path):
+        for source in (opened, tmp_path / "none.gguf"):
+            with pytest.raises(
+                TypeError, match="importance is an open model, not an importance matrix, which "
+            ):
+                quantize_file(source, tmp_path / "t.gguf", "q4_k", importance=opened)
+
+
 def test_files_of_importance_that_are_none(tmp_path: Path) -> None:
     source, target, bad = model(tmp_path / "s.gguf"), tmp_path / "t.gguf", tmp_path / "bad.dat"
     bad.write_bytes(older(older_entry("a", 1, [1], 9), end=b""))  # of nine values one is there

@@ -281,6 +281,8 @@ def quantize_file(
     FallbackWarning
         Tensors of types without a format here go into a safetensors file, as float16 numbers.
     """
+    if isinstance(importance, Model):
+        raise TypeError(f"importance is an open model, {imatrix.NOT_ONE}")
     with opened(source, device) as model:
         matrix = None if importance is None else imatrix.given(importance)
         # Before the target: where it is swapped with the format, this error says so.

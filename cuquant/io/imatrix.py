@@ -156,11 +156,11 @@ def _of_another_kind(header: Header) -> str:
     """What a GGUF file is that is taken for an importance matrix."""
     kind = header.metadata.get("general.type")
     if same_value(kind, "model") or (kind is None and "general.architecture" in header.metadata):
-        return f"a model, {_MADE}"
+        return f"a model, {NOT_ONE}"
     return f"no importance matrix: its general.type is {told(kind)}, not {_KIND!r}"
 
 
-_MADE = "not an importance matrix, which cuquant imatrix or llama-imatrix makes of a model and a text"
+NOT_ONE = "not an importance matrix, which cuquant imatrix or llama-imatrix makes of a model and a text"
 
 
 def _mean(file: File, weight: str) -> NDArray[np.float32]:
@@ -251,7 +251,7 @@ class _Older(Cursor):
         if pointer := of_pointer(bytes(self.buffer[: len(LFS_POINTER)])):
             raise ValueError(f"{self.source}: no importance matrix, but {pointer}")
         if is_begun(bytes(self.buffer[:9])):
-            raise ValueError(f"{self.source}: a safetensors file, {_MADE}")
+            raise ValueError(f"{self.source}: a safetensors file, {NOT_ONE}")
         count = self.number("the number of entries")
         if not 0 < count <= (len(self.buffer) - self.pos) // _MIN_ENTRY_BYTES:
             raise ValueError(
