@@ -28,6 +28,7 @@ from cuquant.bench import (
     timing,
     weights,
 )
+from cuquant.bench.attention import cell_keys
 from cuquant.cuda.fragments import from_fragments
 
 attention_bench = importlib.import_module("cuquant.bench.attention")
@@ -143,7 +144,7 @@ def test_lengths_have_their_mean() -> None:
 
 def test_cells_of_attention_by_default() -> None:
     """Those of equal lengths as ever, and a few of others; all can be told from each other."""
-    every = [key for alike in attention_bench.cell_keys() for key in alike]
+    every = [key for alike in cell_keys() for key in alike]
     assert len({tuple(sorted(key.items())) for key in every}) == len(every)
     lengths = [key["lengths"] for key in every]
     assert lengths.count("equal") == 6 * 3 * 6 * 2
@@ -192,7 +193,7 @@ def test_cells_of_attention_that_are_asked_for(
     heads: set[tuple[int, int]] | None,
     queries: set[int],
 ) -> None:
-    groups = attention_bench.cell_keys(**asked)
+    groups = cell_keys(**asked)
     every = [key for alike in groups for key in alike]
     assert len({tuple(sorted(key.items())) for key in every}) == len(every)
     assert {key["lengths"] for key in every} == lengths
@@ -214,7 +215,7 @@ def test_cells_of_attention_that_are_asked_for(
 )
 def test_caches_that_attention_is_not_measured_of(asked: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        attention_bench.cell_keys(**asked)
+        cell_keys(**asked)
 
 
 def test_attention_goes_on_where_a_record_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,18 +242,20 @@ def test_attention_goes_on_where_a_record_stopped(monkeypatch: pytest.MonkeyPatc
     record = Record(None, {})
     sizes: dict[str, Any] = {"bits": ["4", "8"], "contexts": [64], "batches": [3], "heads": [(8, 2)]}
     shape = {"batch": 3, "heads": 8, "kv_heads": 2, "context": 64, "queries": 1}
-    assert [c.lengths for c in attend(record, **sizes)] == ["equal", "equal"]
+    assert [c.lengths for c in attend(record, cell_keys(**sizes))] == ["equal", "equal"]
     assert asked == [shape]
     for cell_before in record.cells:
         del cell_before["lengths"]
-    assert list(attend(record, **sizes)) == []
+    assert list(attend(record, cell_keys(**sizes))) == []
     kinds = ["equal", "spread", "one-long"]
-    cells = list(attend(record, **sizes, lengths=kinds))
+    cells = list(attend(record, cell_keys(**sizes, lengths=kinds)))
     assert [(c.lengths, c.bits) for c in cells] == list(product(kinds[1:], ("4", "8")))
     assert {c.sdpa_us for c in cells} == {None}
     assert asked == [shape]
     del record.cells[-1]
-    assert [(c.lengths, c.bits) for c in attend(record, **sizes, lengths=kinds)] == [("one-long", "8")]
+    assert [(c.lengths, c.bits) for c in attend(record, cell_keys(**sizes, lengths=kinds))] == [
+        ("one-long", "8")
+    ]
 
 
 @pytest.mark.parametrize("bits", ["4", "mixed", "16"])
@@ -317,20 +320,21 @@ def test_cells_of_mixtures() -> None:
 def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_bench, "rotation", lambda nbytes: 2)  # thousands take minutes
     record = Record(None, records.environment())
-    arguments: Any = (record, ["4", "mixed"], [64, 512], [1, 3], [(8, 2)], [1, 5])
-    cells = list(attend(*arguments))
+    keys = cell_keys(["4", "mixed"], [64, 512], [1, 3], [(8, 2)], [1, 5])
+    cells = list(attend(record, keys))
     assert [(c.batch, c.context, c.queries, c.bits) for c in cells] == list(
         product((1, 3), (64, 512), (1, 5), ("4", "mixed"))
     )
     assert all(c.us > 0 and 0 < c.nmse <= 1e-6 for c in cells)
-    assert list(attend(*arguments)) == []
-    unequal = list(attend(record, ["4", "mixed"], [64], [5], [(8, 2)], [3], ["spread", "one-long"]))
+    assert list(attend(record, keys)) == []
+    keys = cell_keys(["4", "mixed"], [64], [5], [(8, 2)], [3], ["spread", "one-long"])
+    unequal = list(attend(record, keys))
     assert [(c.lengths, c.bits) for c in unequal] == list(product(("spread", "one-long"), ("4", "mixed")))
     assert all(c.us > 0 and 0 < c.nmse <= 1e-6 and c.sdpa_us is None for c in unequal)
     for wrong in (lambda q, cache, out: attention(q, cache, causal=False, out=out), lambda *a, out: out):
         monkeypatch.setattr(attention_bench, "attention", wrong)
         with pytest.raises(RuntimeError, match="wrong result"):
-            list(attend(record, ["8"], [64], [1], [(8, 2)], [5]))
+            list(attend(record, cell_keys(["8"], [64], [1], [(8, 2)], [5])))
 
 
 @pytest.mark.gpu

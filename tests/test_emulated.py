@@ -99,7 +99,7 @@ CHOSEN = {
     "test_gpu_kv_captured.py": (17, "test"),
     "test_gpu_kv_moves.py": (135, "not many_elements"),
     "test_gpu_evaluate.py": (
-        12,
+        16,
         "(small_model and experts) or many_queries or beyond or no_numbers or layer",
     ),
     "test_gpu_kv_repeats.py": (39, "not in_turn"),

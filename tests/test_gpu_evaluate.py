@@ -135,6 +135,23 @@ def test_keys_and_values_beyond_float16(tmp_path: Path, spec: Spec, name: str) -
         assert np.median(difference) < 0.01 * np.abs(expected).max()  # a rounding may choose another expert
 
 
+@pytest.mark.parametrize("query", [-1.0, -1.1, -1.2, -1.3])
+def test_keys_beyond_float16_that_may_hide_their_tokens(tmp_path: Path, query: float) -> None:
+    """In a channel that RoPE passes by: by negative queries scores may be -infinity, and states finite."""
+    spec = Spec(biases=("attn_q", "attn_k"), keys={"rope.dimension_count": 8})
+    changes: dict[str, Any] = {}
+    for name, value in (("attn_q", query), ("attn_k", 1e5)):
+        weight, bias = (tensors(spec)[f"blk.0.{name}.{kind}"] for kind in ("weight", "bias"))
+        weight.reshape(-1, spec.head_dim, spec.d_model)[:, -1] = 0
+        bias.reshape(-1, spec.head_dim)[:, -1] = value
+        changes |= {f"blk.0.{name}.weight": weight, f"blk.0.{name}.bias": bias}
+    path = write(tmp_path / "model.gguf", spec, **changes)
+    cpu, gpu = load(path, "cpu"), load(path, "cuda")
+    states, expected = (model.hidden(some_tokens(3, 70), 35) for model in (gpu, cpu))
+    assert gpu.kv is None
+    assert np.median(np.abs(device.as_numpy(states) - expected)) < 0.01 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("spec", [Spec(), EXPERTS], ids=["dense", "experts"])
 def test_weights_that_are_no_numbers(tmp_path: Path, spec: Spec) -> None:
     """They are told as on the CPU, though they are not what float16 does not hold."""

@@ -112,22 +112,13 @@ def cell_keys(
     return list(made.values())
 
 
-def attend(
-    record: Record,
-    bits: Iterable[str] | None = None,
-    contexts: Iterable[int] | None = None,
-    batches: Iterable[int] | None = None,
-    heads: Iterable[tuple[int, int]] | None = None,
-    queries: Iterable[int] | None = None,
-    lengths: Iterable[str] | None = None,
-) -> Iterator[AttentionCell]:
-    """Measure what the record lacks of the cells that `cell_keys` has for these arguments, one by one, adding
-    each to it; every result is checked in float64.
+def attend(record: Record, cells: Iterable[list[dict[str, Any]]]) -> Iterator[AttentionCell]:
+    """Measure what the record lacks of such cells as `cell_keys` has, one by one, adding each to it; every
+    result is checked in float64.
 
     Caches are rotated so that the L2 cache cannot hold them. Cells beyond the GPU's memory are left out.
-    ValueError as in `cell_keys`; RuntimeError where a result is wrong: nothing is recorded then.
+    RuntimeError where a result is wrong: nothing is recorded then.
     """
-    cells = cell_keys(bits, contexts, batches, heads, queries, lengths)
     warm_up()
     for alike in cells:
         todo = [key for key in alike if key not in record]

@@ -359,10 +359,10 @@ def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     from ..bench.attention import cell_keys
 
     asked = {name: getattr(arguments, name) for name in _KINDS["attention"][0]}
-    count = sum(map(len, cell_keys(**asked)))
+    cells = cell_keys(**asked)
     here = [package for package in ("torch", "flashinfer-python") if find_spec(package.split("-")[0])]
     record = Record.start(arguments.record, here)
-    return record, attend(record, **asked), count
+    return record, attend(record, cells), sum(map(len, cells))
 
 
 def _append(arguments: argparse.Namespace) -> tuple[Any, Any, int]:

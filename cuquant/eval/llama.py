@@ -30,6 +30,7 @@ from .kv import HALVES, STEP, KVBits
 
 Array = NDArray[np.float32]
 
+_LARGEST_HALF = float(np.finfo(np.float16).max)
 QUERY_BLOCK = 128
 """Queries of one attention product: keys after the block are never multiplied, about half of all."""
 
@@ -64,8 +65,8 @@ class Llama:
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
     kv : KVBits, optional
         Attend to quantized keys and values, which are cached where the model is. By default they are float32;
-        on a GPU float16, if caches take the model's heads and `inputs` is not given, until the first states
-        that are not finite.
+        on a GPU float16, if caches take the model's heads and `inputs` is not given, until one is beyond its
+        range, or states are not finite.
     inputs : callable, optional
         Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
         multiplied by: float32 (..., K).
@@ -96,6 +97,7 @@ class Llama:
         # (Whoever takes note of inputs wants to see them once.)
         if kv is None and inputs is None and self._xp is not np and _is_cached(config):
             self.kv = HALVES
+        self._greatest: Any = self._xp.zeros((), np.float32)
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
@@ -132,10 +134,17 @@ class Llama:
         # Nothing after the last attention mixes positions: only the wanted ones go on.
         h = self._blocks[-1](h, turn, first, self._cache(*tokens.shape))
         h = passes.norm(h, self._output_norm, self.config.rms_eps)
-        if self.kv is HALVES and not np.isfinite(h).all():  # maybe for keys or values beyond float16
+        if self.kv is HALVES and not (self._greatest <= _LARGEST_HALF and np.isfinite(h).all()):
             self.kv = None
             return self.hidden(tokens, first)
         return h
+
+    def note_greatest(self, *of_layer: Array) -> None:
+        """Take note of the greatest magnitude of keys and values that are to be float16: states may be finite
+        though one is beyond, as an infinite key may hide its token."""
+        if self.kv is HALVES:
+            for each in of_layer:
+                self._greatest = np.maximum(self._greatest, np.abs(each).max())
 
     def _cache(self, batch: int, length: int) -> KVCache | None:
         """An empty cache of a layer for sequences of so many tokens; None where attention takes float32 keys
@@ -300,6 +309,7 @@ class _Block:
         kv, first = self._model.kv, x.shape[1] - h.shape[1]
         assert kv is not None
         q, k, v = self._projected(x, turn, first)
+        self._model.note_greatest(k, v)
         out, appended = np.empty_like(q), 0
         for start in range(0, q.shape[1], check.MOST_QUERIES):
             some = slice(start, min(start + check.MOST_QUERIES, q.shape[1]))

@@ -182,8 +182,8 @@ class KVCache:
         k, v : arrays (batch, n, n_kv_heads, head_dim)
             float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes that no float16
             scale reaches (65504 * 2^(bits - 1)) make a token's head NaN (at 16 bits the element alone
-            infinite: of a key it makes scores infinite or NaN, on a GPU NaN for float32 queries, which are
-            two float16 numbers there; of a value the whole head of what `attention` gives NaN).
+            infinite: of a key it makes scores infinite or NaN, on a GPU more often NaN for float32 queries,
+            which are two float16 numbers there; of a value the whole head of what `attention` gives NaN).
         bits : int, or int array (n,) or (batch, n), optional
             Width of the tokens; by default the widest.
         token_ids : int array (n,) or (batch, n), optional
