@@ -66,7 +66,7 @@ class Llama:
     kv : KVBits, optional
         Attend to quantized keys and values, which are cached where the model is. By default they are float32;
         on a GPU float16, if caches take the model's heads and `inputs` is not given, until one is beyond its
-        range, or states are not finite.
+        range, or states are not finite. With 16 bits queries are float16 there, too, until then.
     inputs : callable, optional
         Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
         multiplied by: float32 (..., K).
@@ -97,6 +97,7 @@ class Llama:
         # (Whoever takes note of inputs wants to see them once.)
         if kv is None and inputs is None and self._xp is not np and _is_cached(config):
             self.kv = HALVES
+        self._has_half_queries = self._xp is not np and self.kv is not None and self.kv.text == HALVES.text
         self._greatest: Any = self._xp.zeros((), np.float32)
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
@@ -134,17 +135,21 @@ class Llama:
         # Nothing after the last attention mixes positions: only the wanted ones go on.
         h = self._blocks[-1](h, turn, first, self._cache(*tokens.shape))
         h = passes.norm(h, self._output_norm, self.config.rms_eps)
-        if self.kv is HALVES and not (self._greatest <= _LARGEST_HALF and np.isfinite(h).all()):
-            self.kv = None
+        if self._has_half_queries and not (self._greatest <= _LARGEST_HALF and np.isfinite(h).all()):
+            self._has_half_queries = False
+            self.kv = None if self.kv is HALVES else self.kv
             return self.hidden(tokens, first)
         return h
 
-    def note_greatest(self, *of_layer: Array) -> None:
-        """Take note of the greatest magnitude of keys and values that are to be float16: states may be finite
-        though one is beyond, as an infinite key may hide its token."""
-        if self.kv is HALVES:
-            for each in of_layer:
-                self._greatest = np.maximum(self._greatest, np.abs(each).max())
+    def queries(self, q: Array, k: Array, v: Array) -> Any:
+        """A layer's queries as its cache's attention takes them. If they are float16, as keys and values, the
+        greatest magnitude of all is noted: states may be finite though one is beyond, as an infinite key may
+        hide its token."""
+        if not self._has_half_queries:
+            return q
+        for each in (q, k, v):
+            self._greatest = np.maximum(self._greatest, passes.greatest(each))
+        return q.astype(np.float16)
 
     def _cache(self, batch: int, length: int) -> KVCache | None:
         """An empty cache of a layer for sequences of so many tokens; None where attention takes float32 keys
@@ -309,8 +314,8 @@ class _Block:
         kv, first = self._model.kv, x.shape[1] - h.shape[1]
         assert kv is not None
         q, k, v = self._projected(x, turn, first)
-        self._model.note_greatest(k, v)
         out, appended = np.empty_like(q), 0
+        q = self._model.queries(q, k, v)
         for start in range(0, q.shape[1], check.MOST_QUERIES):
             some = slice(start, min(start + check.MOST_QUERIES, q.shape[1]))
             new = slice(appended, first + some.stop)

@@ -61,6 +61,11 @@ def exponentials(scores: Array) -> Array:
     return sums
 
 
+def greatest(x: Array) -> Any:
+    """The greatest magnitude of a GPU's array, NaN if there is one: float32 [] there."""
+    return _kernel("greatest")(x)
+
+
 _ELEMENTS = {
     "scaled": ("float32 x, float32 scale, float32 weight", "float32 y", "y = x * scale * weight"),
     "rotated": (
@@ -74,10 +79,17 @@ _ELEMENTS = {
 """Operands, results and what is done with each of their elements."""
 
 
+_SUMS = {
+    "norm": ("float32 x, float32 per, float32 eps", "x * x", "a + b", "y = 1 / sqrtf(a * per + eps)"),
+    "greatest": ("float32 x", "fabsf(x)", "a > b || isnan(a) ? a : b", "y = a"),
+}
+"""Operands, what is taken of each element, how two of these become one, and the result of the last."""
+
+
 @cache
 def _kernel(name: str) -> Any:
     cupy = device.cupy()
-    if name == "norm":
-        operands, root = "float32 x, float32 per, float32 eps", "y = 1 / sqrtf(a * per + eps)"
-        return cupy.ReductionKernel(operands, "float32 y", "x * x", "a + b", root, "0", "cuquant_norm")
+    if name in _SUMS:
+        operands, taken, joined, result = _SUMS[name]
+        return cupy.ReductionKernel(operands, "float32 y", taken, joined, result, "0", f"cuquant_{name}")
     return cupy.ElementwiseKernel(*_ELEMENTS[name], f"cuquant_{name}")
