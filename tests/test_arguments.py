@@ -90,7 +90,7 @@ STRUCTS = [
         "Attention",
         """tiers q out mask positions next_slots key_scales left counters shares queries totals q_strides*3
         out_strides*4 mask_strides*4 batch q_len heads kv_heads q_dtype out_dtype mask_dtype mask_columns
-        causal rotate scale finest streams group parts""",
+        causal rotate scale finest streams group parts of_call to_come""",
         offsets(TIERS, cuda._PLACES.format, cuda._NUMBERS.format),
     ),
     Struct("attention", "Maps", "maps[0][1] maps[1]", (MAP, 4 * MAP, 4 * MAP * len(codes.BITS))),

@@ -169,6 +169,21 @@ def test_a_long_prompt_in_chunks(rotate: bool) -> None:
         assert np.allclose(y, at_once, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"rotate": True}, {"key_scales": "pairs"}])
+def test_a_long_prompt_at_once(options: dict[str, Any]) -> None:
+    """More queries than meet keys together; the same bits as of queries in as many calls."""
+    cache, q = filled(300, **options), normal(2, 300, 4, 64, seed=3)
+    y = agree(q, cache)
+    for start in range(0, 300, cpu.AT_A_TIME):
+        chunk = slice(start, start + cpu.AT_A_TIME)
+        some = cq.attention(q[:, chunk], cache, positions=np.arange(300)[chunk])
+        assert np.array_equal(y[:, chunk], some)
+    random = np.random.default_rng(0)
+    agree(q, cache, positions=random.integers(-20, 330, (2, 300)))
+    agree(q, cache, mask=random.random((2, 1, 300, 300)) < 0.6)
+    agree(q, cache, causal=False)
+
+
 def test_every_token_is_seen_without_causality() -> None:
     cache, q = filled(), normal(2, 3, 4, 64, seed=3)
     y = agree(q, cache, causal=False)
@@ -307,13 +322,14 @@ def test_any_strides_of_q() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": np.arange(50) % 3 > 0}])
-def test_importance_is_the_probability_received(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("q_len", [3, 50, 150])
+def test_importance_is_the_probability_received(q_len: int, options: dict[str, Any]) -> None:
     """With values that are unit vectors, the output is the probabilities."""
     cache = cq.KVCache(1, 64, 64, 1, (16, 8), track_attention=True)
     values = np.eye(50, 64, dtype=F)[None, :, None]
     cache.append(normal(1, 50, 1, 64), values, [16, 8] * 25)
-    y = cq.attention(normal(1, 3, 4, 64, seed=3), cache, **options)
-    y = y + cq.attention(normal(1, 3, 4, 64, seed=4), cache, **options)
+    y = cq.attention(normal(1, q_len, 4, 64, seed=3), cache, **options)
+    y = y + cq.attention(normal(1, q_len, 4, 64, seed=4), cache, **options)
     for tier in cache.tiers.values():
         bucket = tier.bucket(0)
         expected = y[0].sum(axis=0).mean(axis=0)[bucket.global_slots]
@@ -357,7 +373,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "q has 0 heads, which cannot share 1 key head evenly",
     ),
     "no queries": (lambda: cq.attention(Q[:, :0], CACHE), ValueError, "q has 0 queries"),
-    "65 queries": (lambda: cq.attention(normal(2, 65, 4, 64), CACHE), ValueError, "65 queries .* 1 to 64"),
+    "4097 queries": (
+        lambda: cq.attention(normal(2, 4097, 4, 64), CACHE),
+        ValueError,
+        "4097 queries .* 1 to 4096",
+    ),
     "scale": (lambda: cq.attention(Q, CACHE, float("nan")), ValueError, "scale is nan; a finite number"),
     "scale beyond float32": (lambda: cq.attention(Q, CACHE, 1e39), ValueError, r"scale is 1e\+39; a finite"),
     "giant scale": (lambda: cq.attention(Q, CACHE, -(10**400)), ValueError, "scale is -inf; a finite"),

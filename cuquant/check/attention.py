@@ -10,7 +10,7 @@ from .. import device
 from .caches import broadcast, in_cache, int32_on_gpu, integers, number_of, on_gpu_integers
 from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array, readable
 
-MOST_QUERIES = 64
+MOST_QUERIES = 4096
 LARGEST_SCALE, LEAST_SCALE = 2e38, 2.0**-126
 """Bounds of a scale of scores: kernels take it times log2(e), in float32, and GPUs numbers that are not
 normal for 0."""

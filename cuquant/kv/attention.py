@@ -55,7 +55,7 @@ def attention(
     ----------
     q : array (batch, q_len, heads, head_dim)
         float16, bfloat16 or float32; after RoPE, as the keys. heads is a multiple of the cache's n_kv_heads:
-        heads h * g .. (h + 1) * g - 1 share key head h. q_len is 1 to 64.
+        heads h * g .. (h + 1) * g - 1 share key head h. q_len is 1 to 4096.
     cache : KVCache
         Its tokens include the queries' own, if they are to be seen.
     scale : float, optional

@@ -51,59 +51,76 @@ def merge(parts: list[Partial]) -> Partial:
     )
 
 
+AT_A_TIME = 64
+"""Queries of a sequence that meet keys together: as many scores there are for each token."""
+
+
 def attend(p: Attention, out: NDArray[Any]) -> None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
-    batch, n, heads, d = p.q.shape
     with np.errstate(all="ignore"):  # infinity and NaN propagate
-        q = _stored_queries(p.cache, p.q.astype(np.float32, order="C")) * np.float32(p.scale)
-        grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
-        rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)
-        for sequence in range(batch):
-            parts = [
-                _partial(*_scores(p, sequence, rows[sequence], bits, piece), bits, piece)
-                for bits, piece in _pieces(p, sequence)
-            ]
-            if not parts:
-                out[sequence] = 0
-                continue
-            total = merge(parts)
-            divisor = np.where(total.l == 0, 1, total.l)
-            y = (total.o / divisor[..., None]).reshape(-1, n, d)
-            out[sequence] = y.swapaxes(0, 1)
-            if p.cache.track_attention:
-                for bits, piece in _pieces(p, sequence):
-                    scores, _ = _scores(p, sequence, rows[sequence], bits, piece)
-                    share = np.exp(scores - _finite(total.m)[..., None]) / divisor[..., None]
-                    piece.importance[...] += np.nan_to_num(share).sum(axis=(0, 1)) / heads
+        for sequence in range(p.q.shape[0]):
+            positions = _positions(p, sequence)
+            for first in range(0, p.q.shape[1], AT_A_TIME):
+                some = slice(first, first + AT_A_TIME)
+                out[sequence, some] = _attended(p, sequence, some, positions[some])
 
 
-def _stored_queries(cache: KVCache, q: Array) -> Array:
-    """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
+def _attended(p: Attention, sequence: int, some: slice, positions: NDArray[np.int64]) -> Array:
+    """The attention of some of a sequence's queries [n, heads, head_dim], which are at these positions."""
+    cache, given = p.cache, p.q[sequence, some].astype(np.float32, order="C")
+    n, heads, d = given.shape
+    q = _stored_queries(cache, given, sequence) * np.float32(p.scale)
+    rows = q.reshape(n, cache.n_kv_heads, -1, d).transpose(1, 2, 0, 3).reshape(cache.n_kv_heads, -1, d)
+    mask = None if p.mask is None else p.mask[sequence][:, some]
+    last = int(positions.max()) if p.causal else None
+    parts = [
+        _partial(*_scores(positions, mask, p.causal, rows, bits, piece), bits, piece)
+        for bits, piece in _pieces(cache, sequence, last)
+    ]
+    if not parts:
+        return np.zeros(given.shape, np.float32)
+    total = merge(parts)
+    divisor = np.where(total.l == 0, 1, total.l)
+    if cache.track_attention:
+        for bits, piece in _pieces(cache, sequence, last):
+            scores, _ = _scores(positions, mask, p.causal, rows, bits, piece)
+            share = np.exp(scores - _finite(total.m)[..., None]) / divisor[..., None]
+            piece.importance[...] += np.nan_to_num(share).sum(axis=(0, 1)) / heads
+    return (total.o / divisor[..., None]).reshape(-1, n, d).swapaxes(0, 1)
+
+
+def _stored_queries(cache: KVCache, q: Array, sequence: int) -> Array:
+    """Queries [n, heads, head_dim] as they meet stored keys: scaled and rotated."""
     if cache.key_scales is not None:
-        q = q * np.repeat(cache.key_scales, q.shape[2] // cache.n_kv_heads, axis=1)[:, None]
+        q = q * np.repeat(cache.key_scales[sequence], q.shape[1] // cache.n_kv_heads, axis=0)
     return codes.rotate(q) if cache.rotate else q
 
 
-def _pieces(p: Attention, sequence: int) -> Iterator[tuple[int, Bucket]]:
-    """Slices of all buckets of a sequence, and their bits."""
-    for bits, tier in p.cache.tiers.items():
+def _pieces(cache: KVCache, sequence: int, last: int | None) -> Iterator[tuple[int, Bucket]]:
+    """Slices of all buckets of a sequence, and their bits, without the tokens at the end of each bucket that
+    are behind slot `last`, if it is given."""
+    for bits, tier in cache.tiers.items():
         bucket = tier.bucket(sequence)
-        for part in slabs(len(bucket.token_ids), p.cache.n_kv_heads * p.cache.head_dim):
+        count = len(bucket.token_ids)
+        if last is not None:
+            count = int(np.flatnonzero(bucket.global_slots <= last).max(initial=-1)) + 1
+        for part in slabs(count, cache.n_kv_heads * cache.head_dim):
             yield bits, bucket.select(part)
 
 
 def _scores(
-    p: Attention, sequence: int, q: Array, bits: int, tokens: Bucket
+    positions: NDArray[np.int64], mask: Any, causal: bool, q: Array, bits: int, tokens: Bucket
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """Scores [n_kv_heads, rows, T], -inf where a token is hidden, and where it is not."""
+    """Scores [n_kv_heads, rows, T], -inf where a token is hidden, and where it is not, for queries at these
+    positions [n], with a mask [heads, n, slots]."""
     k = codes.decode(tokens.k_qx, tokens.k_scale, bits)
     scores = q @ k.transpose(1, 2, 0)
     visible: Any = True
-    if p.causal:
-        later = tokens.global_slots > _positions(p, sequence)[:, None]  # [q_len, T]
+    if causal:
+        later = tokens.global_slots > positions[:, None]  # [n, T]
         visible = np.tile(~later, (scores.shape[1] // len(later), 1))
-    if p.mask is not None:
-        mask = p.mask[sequence][..., tokens.global_slots].reshape(scores.shape)
+    if mask is not None:
+        mask = mask[..., tokens.global_slots].reshape(scores.shape)
         if mask.dtype == bool:
             visible = visible & mask
         else:

@@ -27,7 +27,7 @@ __all__ = ["Appender", "attend", "attend_again", "move"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<11q10iffiii4x")
+_NUMBERS = struct.Struct("<11q10iffiiiii4x")
 """Layout of the numbers behind the buckets: `Attention` in kernels/attention/cache.cuh, whose size is a
 multiple of 8."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
@@ -57,8 +57,10 @@ class _Given(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """An attention, but for where everything lies."""
+    """An attention, or that of some of its queries, but for where everything lies."""
 
+    starts: tuple[int, ...]
+    """Where these begin, in bytes from the call's: queries, results, the mask, positions."""
     launch: plan.Launch
     importance: Plan | None
     size: int
@@ -71,17 +73,28 @@ class _Planned(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _planned(given: _Given) -> _Planned:
-    batch, q_len, heads, dim = given.q
-    masked = 2 if given.mask is not None else int(given.causal and (q_len > 1 or given.positions))
+def _planned(given: _Given) -> tuple[_Planned, ...]:
+    """The launches, one after the other."""
+    batch, all_queries, heads, dim = given.q
+    masked = 2 if given.mask is not None else int(given.causal and (all_queries > 1 or given.positions))
     halves = 2 if given.q_dtype == np.float32 else 1
-    shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
+    shape = plan.Shape(batch, all_queries, heads, given.kv_heads, dim, given.bits, masked, halves)
+    step = plan.queries_at_once(shape, given.gpu.capability, given.track)
+    return tuple(
+        _of_some(given, shape._replace(q_len=min(step, all_queries - first)), first)
+        for first in range(0, all_queries, step)
+    )
+
+
+def _of_some(given: _Given, shape: plan.Shape, first: int) -> _Planned:
+    """A launch for as many queries as the shape has, from the call's `first` on."""
+    batch, q_len, heads, dim = shape.batch, shape.q_len, shape.heads, shape.head_dim
     multiprocessors = given.gpu.multiprocessors
     launch = plan.attention(shape, given.gpu.capability, multiprocessors, given.even)
-    check.require_launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
-    rows = heads * q_len
-    parts = launch.merge.grid[2]
-    sizes: tuple[int, ...] = (launch.shares * rows * (dim + 8) * 4, batch * 8)
+    if not launch.alone:
+        check.require_launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
+    rows, parts, shares = heads * q_len, launch.merge.grid[2], 0 if launch.alone else launch.shares
+    sizes: tuple[int, ...] = (shares * rows * (dim + 8) * 4, batch * 8)
     if given.track:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
     *pieces, size = accumulate((ceil(size / 256) * 256 for size in sizes), initial=0)
@@ -100,17 +113,21 @@ def _planned(given: _Given) -> _Planned:
         launch.streams,
         heads // given.kv_heads,
         parts,
+        given.q[1],
+        given.q[1] - first,
     )
     importance = plan.importance(batch, dim, shape.rows, multiprocessors) if given.track else None
     counters = batch * rows * parts if launch.counted else 0
-    return _Planned(launch, importance, size, tuple(pieces), counters, numbers)
+    mask_step = 0 if given.mask is None else given.mask[1][2]
+    starts = tuple(first * step for step in (given.q_strides[1], given.out_strides[1], mask_step, 4))
+    return _Planned(starts, launch, importance, size, tuple(pieces), counters, numbers)
 
 
 def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(stride // dtype.itemsize for stride in strides)
 
 
-def attend(p: Attention, out: Any) -> _Planned | None:
+def attend(p: Attention, out: Any) -> tuple[_Planned, ...] | None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim).
 
     Returns how it is done for others like it; None where q was copied.
@@ -148,8 +165,24 @@ def attend_again(cache: KVCache, known: Repeat, places: list[int], out: Any) -> 
     return out
 
 
-def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, positions: int = 0) -> None:
-    """Start the launches, with operands at these addresses. Where the buckets lie is asked each time."""
+def _start(
+    launches: tuple[_Planned, ...], cache: KVCache, q: int, out: int, mask: int = 0, positions: int = 0
+) -> None:
+    """Start the launches, with operands at these addresses."""
+    for how in launches:
+        of_q, of_out, of_mask, of_positions = how.starts
+        _launch(
+            how,
+            cache,
+            q + of_q,
+            out + of_out,
+            mask and mask + of_mask,
+            positions and positions + of_positions,
+        )
+
+
+def _launch(how: _Planned, cache: KVCache, q: int, out: int, mask: int, positions: int) -> None:
+    """Start one. Where the buckets lie is asked each time."""
     appender: Any = cache._appender  # a GPU's
     buckets = appender.buckets.packed(cache.tiers)
     with appender.lock, buffers.scratch() as scratch:
@@ -168,6 +201,7 @@ def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, posit
             maps, offsets = buckets.maps(cache.tiers), (0, len(argument))
         with scratch.restored():
             jit.launch_packed(how.launch.attention, argument + maps, offsets)
-            jit.launch_packed(how.launch.merge, argument)
+            if not how.launch.alone:
+                jit.launch_packed(how.launch.merge, argument)
         if how.importance is not None:
             jit.launch_packed(how.importance, argument)

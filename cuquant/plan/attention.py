@@ -61,6 +61,8 @@ PANEL_ROWS = 32
 """Rows of a key head's queries from which on tokens become panels, once for 64 or 128 rows, where there are
 warpgroups' products (sm_90). With 16 rows 8 x 4096 tokens of 4 bits take an H200 33 us, without panels 26;
 with 32 rows 34 and 38, with 256 rows 82 and 219."""
+LAUNCH_QUERIES = 64
+"""Queries of each sequence in a launch without panels: any group of its rows has all tokens of a cache."""
 PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
 """Tokens of a panel; panels of keys or values in shared memory, and bytes of codes that wait to be converted
 (kernels/attention/panels.cuh)."""
@@ -84,6 +86,8 @@ class Launch(NamedTuple):
     """Whether the copy engine brings tokens, in boxes."""
     counted: bool
     """Whether shares are counted for what merges them; else it waits until attention is done."""
+    alone: bool
+    """Whether each sequence has but one block for its rows, so that there is nothing to merge."""
 
 
 class Shape(NamedTuple):
@@ -127,6 +131,18 @@ def box_slot(bits: int, head_dim: int) -> int:
     return ceil(box_tokens(bits) * BOX_HEADS * (head_dim * bits / 8 + scales) / 1024) * 1024
 
 
+def has_panels(shape: Shape, capability: int) -> bool:
+    """Whether tokens become panels."""
+    many = capability == 90 and shape.rows >= PANEL_ROWS
+    return many and shape.halves == 1 and shape.head_dim in (64, 96, 128)
+
+
+def queries_at_once(shape: Shape, capability: int, track: bool) -> int:
+    """How many of each sequence's queries a launch takes: with panels all of them, as a block leaves out what
+    its rows do not see, unless attention is tracked, for which queries are left in memory, too."""
+    return shape.q_len if has_panels(shape, capability) and not track else min(shape.q_len, LAUNCH_QUERIES)
+
+
 @lru_cache(maxsize=1024)
 def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = False) -> Launch:
     """Plan attention: a block per multiprocessor, whose warps stream tokens each on its own.
@@ -137,7 +153,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
     with one query a sequence. Else 8, or as many as shared memory has room for.
     """
     rows = shape.rows
-    if capability == 90 and rows >= PANEL_ROWS and shape.halves == 1 and shape.head_dim in (64, 96, 128):
+    if has_panels(shape, capability):
         return _panels(shape, capability, multiprocessors, even)
     wide = padded(shape.head_dim) > 128
     groups = 2 if rows > GROUP_ROWS and shape.halves == 1 and not wide else 1
@@ -210,6 +226,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         blocks + shape.batch - 1,
         boxes,
         not boxes,
+        shape.batch == blocks == 1,
     )
 
 
@@ -256,6 +273,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         blocks + shape.batch - 1,
         False,
         False,
+        blocks <= shape.batch,  # of which each has one at least
     )
 
 

@@ -31,7 +31,7 @@ struct Attention {
     const void* q;           // [batch, q_len, heads, DIM], the last axis contiguous
     void* out;               // the same shape
     const void* mask;        // [batch, heads, q_len, columns]
-    const int* positions;    // [batch, q_len], or null: the last q_len of each sequence
+    const int* positions;    // [batch, q_len], as many apart as the call has; or null: the last ones of each sequence
     const int* next_slots;   // [batch]
     const float* key_scales; // [batch, kv_heads, DIM], or null
     float4* left;            // [shares, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
@@ -48,6 +48,8 @@ struct Attention {
     int streams;   // of all blocks
     int group;     // query heads that share a key head
     int parts;     // of a row, each merged by a warp of its own
+    int of_call;   // queries of a sequence in the call, of which a launch may have some
+    int to_come;   // of these, from the launch's first one on
 };
 
 // Rows of queries that one load of a key head serves: row = query head * q_len + position.
@@ -56,8 +58,8 @@ DEVICE int rows_of(const Attention& p) { return p.group * p.q_len; }
 // The last slot that a position of a sequence's queries sees.
 DEVICE int last_seen(const Attention& p, int sequence, int position) {
     if (!p.causal) return 0x7fffffff;
-    if (p.positions) return p.positions[sequence * p.q_len + position];
-    return p.next_slots[sequence] - p.q_len + position;
+    if (p.positions) return p.positions[s64(sequence) * p.of_call + position];
+    return p.next_slots[sequence] - p.to_come + position;
 }
 
 constexpr float ROTATED = 0.17677669529663687f;  // 1 / sqrt(32), by which Hadamard's transform of 32 numbers is orthogonal

@@ -40,17 +40,61 @@ DEVICE int panels_of(const Share& share) {
     return panels;
 }
 
-// Tokens up to this slot are seen by all of a sequence's queries. By a warp.
-DEVICE int least_last_of(const Attention& p, int sequence) {
-    int least = NO_SLOT - 1;
-    if (!CUQUANT_MASKED) return least;
-    if (!p.positions) return min(least, last_seen(p, sequence, 0));
-    for (int position = threadIdx.x % WARP; position < p.q_len; position += WARP)
-        least = min(least, last_seen(p, sequence, position));
+// Slots that a block's rows see: all of them those up to `least`, and none of them any beyond `most`.
+struct Seen {
+    int least = NO_SLOT - 1, most = NO_SLOT - 1;
+
+    // By a warp, of BLOCK_ROWS rows or those that are left, which are of one query head or of several.
+    DEVICE Seen(const Attention& p, int sequence, int first_row) {
+        if (!CUQUANT_MASKED || !p.causal) return;
+        const int count = min(BLOCK_ROWS, rows_of(p) - first_row), first = first_row % p.q_len;
+        const bool several = first + count > p.q_len;
+        const int begin = several ? 0 : first, end = several ? p.q_len : first + count;
+        if (!p.positions) {
+            least = min(least, last_seen(p, sequence, begin)), most = last_seen(p, sequence, end - 1);
+            return;
+        }
+        most = -1;
+        for (int position = begin + threadIdx.x % WARP; position < end; position += WARP) {
+            const int last = last_seen(p, sequence, position);
+            least = min(least, last), most = max(most, last);
+        }
 #pragma unroll
-    for (int step = 16; step; step /= 2) least = min(least, __shfl_xor_sync(~0u, least, step));
-    return least;
+        for (int step = 16; step; step /= 2) {
+            least = min(least, __shfl_xor_sync(~0u, least, step));
+            most = max(most, __shfl_xor_sync(~0u, most, step));
+        }
+    }
+};
+
+// Takes the last tokens of a block's buckets away that none of its rows sees: those behind the last one that is seen, as slots
+// of a bucket mostly ascend, but need not. By one warp, while others prepare queries.
+DEVICE void trim(Share& share, const Attention& p, int first_row, int lane) {
+    constexpr int AT_A_TIME = 16;  // tokens of a lane
+    const int most = Seen(p, share.sequence, first_row).most;
+    if (p.next_slots[share.sequence] - 1 - most < PANEL_TOKENS) return;
+#pragma unroll 1
+    for (int t = 0; t < TIERS; t++) {
+        if (!has_tier(t)) continue;
+        const int* const slots = p.tiers[t].slots + share.sequence * p.tiers[t].room;
+        const int begin = share.cuts[0][t];
+        int end = share.cuts[1][t];
+        for (bool found = false; !found && end > begin;) {
+            const int from = max(begin, end - AT_A_TIME * WARP);
+            int last = from;
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; k++) {
+                const int token = from + k * WARP + lane;
+                if (token < end && slots[token] <= most) last = token + 1;
+            }
+            end = warp_max(last), found = end > from;
+        }
+        if (lane == 0) share.cuts[1][t] = end;
+    }
 }
+
+// Whether there may be panels of such tokens.
+DEVICE bool trims(const Attention& p) { return CUQUANT_MASKED && p.causal && (p.positions || p.to_come > PANEL_TOKENS); }
 
 // Calls store(k, sums of a lane's four channels, reference and sum of weights) for each of a warp's rows, of the block's
 // from `row` on, when streams are added up.
@@ -127,7 +171,8 @@ static __device__ __noinline__ void find_several(Shares& shares, const Attention
     shares.find(p, own_block(), lane);
 }
 
-// Grid: blocks that share the tokens, and key heads (split.cuh), groups of BLOCK_ROWS rows.
+// Grid: blocks that share the tokens, and key heads (split.cuh), groups of BLOCK_ROWS rows: the last positions, which see most
+// tokens, come first.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Shares shares;
     const Share& share = shares.of[0];
@@ -135,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     __shared__ __align__(16) u8 about[PANEL_SLOTS / 2 * About::SIZE];
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
+    const int first_row = (gridDim.y - 1 - blockIdx.y) * BLOCK_ROWS;
     if (warp == 0) ring.begin(lane, MULTIPLYING / WARP / STREAMS);
     // Who has what is known, and what merges may start. Whether this block has anything.
     const auto meet = [&] {
@@ -152,21 +198,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (warp >= MULTIPLYING / WARP) {
         if (ONE_SEQUENCE && !meet()) return;
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
+        if (trims(p)) {
+            if (warp == THREADS / WARP - 1) trim(shares.of[0], p, first_row, lane);
+            warpgroups_sync<THREADS>(EVERYONE);
+        }
         if (warp < (MULTIPLYING + WARPGROUP) / WARP)
-            convert<false>(p, ring, share, least_last_of(p, share.sequence));
+            convert<false>(p, ring, share, Seen(p, share.sequence, first_row).least);
         else
             convert<true>(p, ring, share, 0);
         return;
     }
     // Of a single sequence queries are asked for while it is shared out.
     const int head = head_group(), warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
-    const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
+    const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16;
     Given given(p, ONE_SEQUENCE ? 0 : share.sequence, head, first_row + own_row, lane);
     given.ask();
     if (ONE_SEQUENCE && !meet()) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
     PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
+    if (trims(p)) warpgroups_sync<THREADS>(EVERYONE);
     if (STREAMS == 1) rows.begin_turns();
     rows.run<STREAMS == 1>(panels_of(share), stream, STREAMS);
     if (STREAMS == 1) rows.end_turns();
