@@ -101,6 +101,7 @@ class Llama:
         self._greatest: Any = self._xp.zeros((), np.float32)
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
+        self._turned: tuple[Array, Array] | None = None
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
         unused = sorted(set(tensors) - self._used)
         if unused:
@@ -199,11 +200,14 @@ class Llama:
         return linear(x, w, bias=weight.bias, activation=activation, residual=residual, x_format=x_format)
 
     def _turn(self, length: int) -> tuple[Array, Array]:
-        """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""
-        angles = np.outer(np.arange(length), self._frequencies)
-        scale = self.config.rope_scale
-        cos, sin = ((f(angles) * scale).astype(np.float32) for f in (np.cos, np.sin))
-        return self._xp.asarray(cos), self._xp.asarray(sin)
+        """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each. The last ones are kept: they
+        take the host as long as a GPU takes for some layers."""
+        if self._turned is None or len(self._turned[0]) != length:
+            angles = np.outer(np.arange(length), self._frequencies)
+            scale = self.config.rope_scale
+            cos, sin = ((f(angles) * scale).astype(np.float32) for f in (np.cos, np.sin))
+            self._turned = self._xp.asarray(cos), self._xp.asarray(sin)
+        return self._turned
 
     def future(self, first: int, stop: int) -> Any:
         """Which keys come after which queries, of positions first..stop - 1: bool [queries, keys]."""
