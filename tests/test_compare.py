@@ -19,7 +19,8 @@ from gguf_files import NANO, entry, gguf_file, string, tensor, write
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant.eval.scores import error_of, tensor_error
+from cuquant.eval.errors import error_of
+from cuquant.eval.scores import tensor_error
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((6, 64)).astype(np.float32)

@@ -19,7 +19,7 @@ from ..io.model import Model, open as open_model
 from ..io.safetensors import load
 from ..ops.quantize import from_blocks
 from ..render import Columns, counted, escaped, progress_bar, render_records, to_json, to_pandas
-from .scores import error_of
+from .errors import error_of
 
 _COLUMNS: Columns = {
     "name": ("tensor", ""),
