@@ -19,7 +19,8 @@ from gguf_files import NANO, entry, gguf_file, string, tensor, write
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant.eval.scores import error_of, tensor_error
+from cuquant.eval.errors import error_of
+from cuquant.eval.scores import tensor_error
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((6, 64)).astype(np.float32)
@@ -68,7 +69,7 @@ def test_bars_in_names_split_no_cell(tmp_path: Path) -> None:
 def test_errors_are_those_of_an_evaluation(tmp_path: Path) -> None:
     a = write(tmp_path / "a.gguf", {"w.weight": W})
     b = write(tmp_path / "b.gguf", {"w.weight": q8_0(W)})
-    (found,) = cq.compare(a, b).tensors
+    (found,) = cq.compare(a, b, device="cpu").tensors
     expected = tensor_error("w.weight", W, cq.quantize(W, "q8_0"))
     assert (found.nmse, found.sqnr_db, found.max_abs_error) == (
         expected.nmse,
@@ -225,8 +226,19 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert "blk.0.ffn_up.weight" in out
 
 
+def test_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = write(tmp_path / "a.gguf", {"w.weight": W})
+    with pytest.raises(ValueError, match=r"unknown device 'cuda:0'; allowed are 'cpu' and 'cuda'"):
+        cq.compare(a, a, device="cuda:0")
+    monkeypatch.setattr(cq.device, "gpu_problem", lambda: "there is none")
+    cq.device.cupy.cache_clear()
+    with pytest.raises(RuntimeError, match="no CUDA device can be used: there is none"):
+        cq.compare(a, a, device="cuda")
+    assert cq.compare(a, a).identical
+
+
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", NANO, tmp_path / "none.gguf") == 1
+    assert run("compare", NANO, tmp_path / "none.gguf", "--device", "cpu") == 1
     assert "none.gguf" in capsys.readouterr().err
 
 
@@ -243,7 +255,7 @@ def test_files_of_saved_arrays(tmp_path: Path, fmt: str | cq.Format) -> None:
     source = write(tmp_path / "s.gguf", {"w.weight": W, "norm.weight": NORM})
     target, gguf_target = tmp_path / "t.safetensors", tmp_path / "t.gguf"
     cq.quantize_file(source, target, fmt)
-    found = cq.compare(source, target)
+    found = cq.compare(source, target, device="cpu")
     first, second = found.tensors
     w = cq.load(target, "cpu")["w.weight"]
     expected = tensor_error("w.weight", W, w)

@@ -17,6 +17,7 @@ from test_convert import weights
 
 import cuquant as cq
 from cuquant import dequantize_file
+from cuquant.io import counts, floats
 from cuquant.io.header import same_value
 
 F, H, B = np.float32, np.float16, ml_dtypes.bfloat16
@@ -293,6 +294,41 @@ def test_numbers_that_are_nan(tmp_path: Path, dtype: Any) -> None:
     with pytest.warns(UserWarning, match=said) as warned:
         dequantize_file(source, tmp_path / "t.gguf", dtype)
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("dtype", [H, B, F])
+def test_numbers_are_counted_by_their_bits(dtype: Any) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    x = (patterns if dtype != F else patterns.astype(np.uint32) << 16).view(dtype)[::-1].reshape(64, -1)
+    with np.errstate(invalid="ignore"):  # of signaling NaN
+        assert counts.not_finite(x) == (~np.isfinite(x)).sum()
+    for least in (2.0**-21, 2.0**-130, 3.0):
+        assert counts.below(x, least) == (np.abs(x.astype(F)) < F(np.array(least, dtype))).sum()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "mxfp4", "nvfp4.weight"])
+@pytest.mark.parametrize(("dtype", "least"), [(H, 2.0**-21), (B, 2.0**-130)])
+def test_what_is_lost_is_what_rounding_changes(
+    tmp_path: Path, dtype: Any, least: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every border, too: halfway between two numbers, and between the last small one and `least`."""
+    monkeypatch.setattr("cuquant.cpu.SLAB", 100)
+    steps = np.arange(-160, 160) / 16 + np.array([[0], [2.0**-12], [-(2.0**-12)]])
+    x = np.append(steps * least / 8, [np.inf, np.nan, 3e38, -0.0]).astype(F).reshape(4, -1)
+    stored: dict[str, Stored] = {
+        "float32": x,
+        "bfloat16": (gguf.quants.quantize(x, Type.BF16), Type.BF16),
+        "mxfp4": (cq.quantize(weights(4, 64) * F(1e-8), "mxfp4").blocks, Type.MXFP4),
+        "nvfp4.weight": (cq.quantize(weights(4, 64), "nvfp4").blocks, Type.NVFP4),
+        "nvfp4.scale": np.array([2.0**-24], F),
+    }
+    model = cq.open(write(tmp_path / "s.gguf", stored), "cpu")
+    exact = model["bfloat16"].astype(F) if name == "bfloat16" else model.floats(name)
+    with np.errstate(over="ignore"):
+        made = exact.astype(dtype).astype(F)
+    expected = ((np.abs(made) < least) & (made != exact)).sum()
+    assert floats._lost(model, name, least) == expected
+    assert (expected > 0) == (dtype == H or name == "float32")
 
 
 def test_float64_is_rounded_once(tmp_path: Path) -> None:

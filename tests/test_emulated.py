@@ -102,6 +102,7 @@ CHOSEN = {
         16,
         "(small_model and experts) or many_queries or beyond or no_numbers or layer",
     ),
+    "test_gpu_errors.py": (39, "not no_tensor_is_dense"),
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
@@ -190,7 +191,7 @@ PROCESSES = {
         "test_gpu_attention_shares.py",
         "test_gpu_attention_queries.py",
     ),
-    "a model": ("test_gpu_evaluate.py",),
+    "a model": ("test_gpu_evaluate.py", "test_gpu_errors.py"),
 }
 """Files of `CHOSEN` that share a process, which takes two seconds to begin."""
 PROCESSES_OF_SM_90 = {

@@ -200,13 +200,14 @@ def _add_compare(commands: Any) -> None:
         "a", metavar="A", help="A.gguf or A.safetensors: the reference, usually the float original"
     )
     command.add_argument("b", metavar="B", help="B.gguf or B.safetensors")
+    add_device(command, "compare numbers")
     add_table_style(command)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     from ..eval import compare
 
-    found = compare(arguments.a, arguments.b, progress=True)
+    found = compare(arguments.a, arguments.b, device=arguments.device, progress=True)
     print(found.render(arguments.style))
     told = sys.stdout if arguments.style in ("table", "md") else sys.stderr  # csv and json are for programs
     print(f"\n{found.summary()}" if told is sys.stdout else found.summary(), file=told)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats import Format, describe
 from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
@@ -19,7 +20,7 @@ from ..io.model import Model, open as open_model
 from ..io.safetensors import load
 from ..ops.quantize import from_blocks
 from ..render import Columns, counted, escaped, progress_bar, render_records, to_json, to_pandas
-from .scores import error_of
+from .errors import error_of
 
 _COLUMNS: Columns = {
     "name": ("tensor", ""),
@@ -137,25 +138,38 @@ class Comparison:
 
 
 def compare(
-    a: str | os.PathLike[str] | Model, b: str | os.PathLike[str] | Model, *, progress: bool = False
+    a: str | os.PathLike[str] | Model,
+    b: str | os.PathLike[str] | Model,
+    *,
+    device: str | None = None,
+    progress: bool = False,
 ) -> Comparison:
     """What two files have in common: types, sizes and numbers of every tensor, and their metadata.
 
-    Paths are opened on the CPU; tensors of the same type and bytes are not dequantized.
+    Tensors of the same type and bytes are not dequantized.
 
     Parameters
     ----------
     a, b : path or Model
         GGUF files, or safetensors files that `cuquant.save` or `cuquant.quantize_file` wrote. The numbers of
         `a` are the reference that errors are relative to: usually the float original.
+    device : "cpu" or "cuda", optional
+        Where numbers are compared, with the same errors but for rounding: by default on the GPU where one can
+        be used. The host compares float64, integers and what has no kernels. A model may be on either.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
     Raises
     ------
     GGUFError, ValueError
-        A file is damaged, or of another kind; a Model is closed, or its file was changed since it was opened.
+        A file is damaged, or of another kind; a Model is closed, or its file was changed since it was opened;
+        `device` is another word.
+    RuntimeError
+        `device` is "cuda", and there is no GPU (the message says why).
     """
+    on_gpu = (device_info.default() if device is None else check.device_name(device)) == "cuda"
+    if on_gpu:
+        device_info.cupy()  # says why there is none
     with ExitStack() as opened:
         first, second = (_side(given, opened) for given in (a, b))
         names = list(dict.fromkeys([*first.names, *second.names]))
@@ -166,7 +180,7 @@ def compare(
             str(second.path),
             first.nbytes,
             second.nbytes,
-            [_difference(name, first, second) for name in bar],
+            [_difference(name, first, second, on_gpu) for name in bar],
             None if both[0] is None or both[1] is None else _metadata(both[0], both[1]),
         )
 
@@ -286,14 +300,14 @@ def _in_rows(numbers: Any) -> Any:
 
 def _side(given: str | os.PathLike[str] | Model, opened: ExitStack) -> _Side:
     if isinstance(given, Model):
-        return _OfModel(given._as_opened())
+        return _OfModel(given._on("cpu"))
     try:
         return _OfModel(opened.enter_context(open_model(given, "cpu")))
     except SavedArraysError:
         return _OfArrays(Path(given))
 
 
-def _difference(name: str, a: _Side, b: _Side) -> Difference:
+def _difference(name: str, a: _Side, b: _Side, on_gpu: bool) -> Difference:
     first, second = a.tensor(name), b.tensor(name)
     shapes = list(dict.fromkeys(str(tensor) for tensor in (first, second) if tensor is not None))
     told = Difference(
@@ -311,7 +325,7 @@ def _difference(name: str, a: _Side, b: _Side) -> Difference:
         (bytes_a, beside_a), (bytes_b, beside_b) = a.stored(name), b.stored(name)
         if beside_a == beside_b and np.array_equal(np.ravel(bytes_a), np.ravel(bytes_b)):
             return replace(told, identical=True, nmse=0.0, max_abs_error=0.0)
-    nmse, sqnr, largest = error_of(a.numbers(name), b.numbers(name))
+    nmse, sqnr, largest = error_of(a.numbers(name), b.numbers(name), on_gpu)
     return replace(told, nmse=nmse, sqnr_db=sqnr, max_abs_error=largest)
 
 

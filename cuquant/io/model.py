@@ -20,6 +20,8 @@ from ..device import as_numpy, cupy, default as default_device
 from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from ..render import counted, escaped, html_facts
+from ..slabs import Slabs
+from .counts import not_finite
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 from .imatrix import is_imatrix
 from .parts import open_parts
@@ -138,11 +140,17 @@ class Model(Mapping[str, Any]):
         TypeError where the dtype is none of these; GGUFError where numbers of this type cannot be read, or
         one is beyond the dtype's range. What is infinite or NaN stays so.
         """
-        info, dtype = self._info(name), check.float_dtype(dtype)
+        made, _ = self._floats(name, check.float_dtype(dtype))
+        return made
+
+    def _floats(self, name: str, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
+        """As `floats`, and how many are infinite or NaN."""
+        info = self._info(name)
         made = self._numbers(info, dtype)
-        lost = ~np.isfinite(made)
-        if lost.any():
+        spoiled = not_finite(made)
+        if spoiled:
             with np.errstate(invalid="ignore"):  # of a signaling NaN
+                lost = ~np.isfinite(made)
                 beyond = self._exact(info)[lost].astype(np.float64)
             beyond = np.abs(beyond[np.isfinite(beyond)])
             if beyond.size:
@@ -151,7 +159,19 @@ class Model(Mapping[str, Any]):
                 wider = "bfloat16 and float32 have" if half else "float32 has"
                 hint = f": {wider} room" if beyond.max() <= np.finfo(np.float32).max else ""
                 raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond {most}{hint}")
-        return made
+        return made, spoiled
+
+    def _slabs(self, name: str) -> Iterator[Any]:
+        """A tensor's numbers in float32, or as a plain type has them, some rows at a time, where they are
+        dequantized."""
+        info = self._info(name)
+        on_gpu = self._device == "cuda" and self._format(info) is not None
+        if info.ggml_type in PLAIN_TYPES:
+            tensor: Any = self._plain(info)
+        else:
+            tensor = self.floats(name) if self._of_blocks(info) is None else self._quantized(info)
+        slabs = Slabs(tensor, on_gpu=on_gpu)
+        return (slabs.at(*place)[0] for place in slabs.places)
 
     def check_readable(self, name: str) -> None:
         """GGUFError where the numbers of a tensor cannot be read, for its type or its scale; nothing is."""

@@ -144,24 +144,25 @@ class RawModule:
 
 
 class _Elements:
-    """A kernel of one thread that goes through float32 numbers. `params`: "float32 x, float32 y"."""
+    """A kernel of one thread that goes through float numbers. `params`: "float32 x, float32 y"."""
 
-    def __init__(self, params: str, results: str, name: str) -> None:
-        self._operands, self._results, self._name = _names(params), _names(results), name
+    def __init__(self, params: str, results: str, name: str, preamble: str = "") -> None:
+        self._operands, self._results, self._name = _types(params), _types(results), name
+        self._preamble = preamble
 
     def _run(
         self, body: str, given: Any, shape: tuple[int, ...], result: tuple[int, ...], k: int = 0
     ) -> list[ndarray]:
         """Results of a shape, n numbers each, of operands that are broadcast to another; `all_x` has x."""
         assert driver.captured is None, "what is captured is launched later"
-        assert all(np.asarray(array).dtype == np.float32 for array in given)
-        made = [empty(result, np.float32) for _ in self._results]
+        assert [np.asarray(array).dtype for array in given] == [*self._operands.values()]
+        made = [empty(result, dtype) for dtype in self._results.values()]
         arrays = [*(np.broadcast_to(array, shape).copy() for array in given), *made]
-        pointers = [f"const float* all_{name}" for name in self._operands]
-        pointers += [f"float* all_{name}" for name in self._results]
+        pointers = [f"const {_C[kind]}* all_{name}" for name, kind in self._operands.items()]
+        pointers += [f"{_C[kind]}* all_{name}" for name, kind in self._results.items()]
         parameters = ", ".join(["long long n", "long long k", *pointers])
         kernel = f"__global__ void {self._name}({parameters}) {{ if (threadIdx.x == 0) {{ {body} }} }}"
-        module = RawModule(f'extern "C" {kernel}', ())
+        module = RawModule(f'{self._preamble} extern "C" {kernel}', ())
         module.compile()
         numbers = (int(np.prod(result)), k, *(array.ctypes.data for array in arrays))
         values = [ctypes.c_longlong(number) for number in numbers]
@@ -169,48 +170,79 @@ class _Elements:
         module.get_function(self._name).launch(config, [*map(ctypes.addressof, values)])
         return made
 
+    def _given_and_out(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return arrays[: len(self._operands)], arrays[len(self._operands) :]
+
     def _reads(self, at: str) -> str:
-        return " ".join(f"const float {name} = all_{name}[{at}];" for name in self._operands)
+        each = self._operands.items()
+        return " ".join(f"const {_C[kind]} {name} = all_{name}[{at}];" for name, kind in each)
+
+    def _writes(self) -> str:
+        each = self._results.items()
+        return " ".join(f"{_C[kind]}& {name} = all_{name}[i];" for name, kind in each)
 
 
 class ElementwiseKernel(_Elements):
     def __init__(self, params: str, results: str, operation: str, name: str) -> None:
         super().__init__(params, results, name)
-        writes = " ".join(f"float& {result} = all_{result}[i];" for result in self._results)
-        self._body = f"for (long long i = 0; i < n; i++) {{ {self._reads('i')} {writes} {operation}; }}"
+        self._body = (
+            f"for (long long i = 0; i < n; i++) {{ {self._reads('i')} {self._writes()} {operation}; }}"
+        )
 
     def __call__(self, *arrays: Any) -> Any:
-        given, out = arrays[: len(self._operands)], arrays[len(self._operands) :]
+        given, out = self._given_and_out(arrays)
         shape = np.broadcast_shapes(*map(np.shape, arrays))
-        made = self._run(self._body, given, shape, shape)
-        for to, values in zip(out, made, strict=False):
-            to[...] = values
-        return None if out else made[0]
+        return _written(self._run(self._body, given, shape, shape), out)
 
 
 class ReductionKernel(_Elements):
-    """Along the last axis. The post-map knows those operands that are numbers, too."""
+    """Along the last axis, or all. The post-map knows those operands that are numbers, too."""
 
     def __init__(
-        self, params: str, result: str, mapped: str, reduced: str, post: str, identity: str, name: str
+        self,
+        params: str,
+        results: str,
+        mapped: str,
+        reduced: str,
+        post: str,
+        identity: str,
+        name: str,
+        reduce_type: str | None = None,
+        preamble: str = "",
     ) -> None:
-        super().__init__(params, result, name)
-        each = f"{self._reads('at')} const float b = {mapped}; const float next = {reduced}; a = next;"
+        super().__init__(params, results, name, preamble)
+        kind = reduce_type or _C[next(iter(self._results.values()))]
+        each = f"{self._reads('at')} const {kind} b = {mapped}; const {kind} next = {reduced}; a = next;"
         rows = f"for (long long at = i * k; at < i * k + k; at++) {{ {each} }}"
-        last = f"{self._reads('i * k')} float& {self._results[0]} = all_{self._results[0]}[i]; {post};"
-        self._body = f"for (long long i = 0; i < n; i++) {{ float a = {identity}; {rows} {last} }}"
+        last = f"{self._reads('i * k')} {self._writes()} {post};"
+        self._body = f"for (long long i = 0; i < n; i++) {{ {kind} a = {identity}; {rows} {last} }}"
 
-    def __call__(self, *arrays: Any, axis: int, keepdims: bool) -> Any:
-        assert axis == -1
-        assert keepdims
-        shape = np.shape(arrays[0])
-        return self._run(self._body, arrays, shape, (*shape[:-1], 1), k=shape[-1])[0]
+    def __call__(self, *arrays: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+        given, out = self._given_and_out(arrays)
+        if axis is None:
+            assert not keepdims
+            given = tuple(array.reshape(-1) for array in np.broadcast_arrays(*given))
+        *rows, k = np.broadcast_shapes(*map(np.shape, given))
+        assert axis in (None, -1, len(rows))
+        result = (*rows, 1) if keepdims else tuple(rows)
+        return _written(self._run(self._body, given, (*rows, k), result, k), out)
 
 
-def _names(parameters: str) -> list[str]:
+def _written(made: list[ndarray], out: tuple[Any, ...]) -> Any:
+    """The first of a kernel's results, which are written to what is there for them."""
+    for to, values in zip(out, made, strict=bool(out)):
+        assert (to.shape, to.dtype) == (values.shape, values.dtype)
+        to[...] = values
+    return out[0] if out else made[0]
+
+
+def _types(parameters: str) -> dict[str, np.dtype[Any]]:
+    """Names of operands or results, and their types."""
     pairs = [each.split() for each in parameters.split(",")]
-    assert all(kind == "float32" for kind, _ in pairs)
-    return [name for _, name in pairs]
+    return {name: np.dtype(kind) for kind, name in pairs}
+
+
+_C = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 class _Context:
