@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import device
 from ..cuda import jit
-from ..plan.attention import BOX_HEADS, box_tokens
+from ..plan.attention import BOX_HEADS, PANEL_TOKENS, box_tokens
 from ..plan.caches import bucket_bytes
 from .codes import BITS
 from .tiers import Tier
@@ -30,13 +30,14 @@ class Packed:
         self.objects = objects
         self.tiers = b"".join([_tier(tiers.get(bits)) for bits in BITS])
         """`struct Tier` of every width (kernels/attention/cache.cuh)."""
-        self._maps = b""
+        self._maps = {False: b"", True: b""}
 
-    def maps(self, tiers: Mapping[int, Tier]) -> bytes:
-        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh), which are these still."""
-        if not self._maps:
-            self._maps = b"".join([_maps(tier) for tier in tiers.values()])
-        return self._maps
+    def maps(self, tiers: Mapping[int, Tier], panels: bool) -> bytes:
+        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh), which are these still, or
+        `struct PanelMaps` (direct.cuh)."""
+        if not self._maps[panels]:
+            self._maps[panels] = b"".join([(_panel_maps if panels else _maps)(t) for t in tiers.values()])
+        return self._maps[panels]
 
 
 class Buckets:
@@ -94,6 +95,14 @@ def _maps(tier: Tier) -> bytes:
     batch, room, heads, packed = b.k_qx.shape
     dim = packed * b.k_qx.itemsize * 8 // tier.bits
     return _encoded(tuple(a.data.ptr for a in arrays), tier.bits, batch * room, heads, dim)
+
+
+def _panel_maps(tier: Tier) -> bytes:
+    """Maps of float16 keys and values."""
+    b = tier.buffers
+    batch, room, heads, dim = b.k_qx.shape
+    axes = (dim, batch * room, heads, 1, 1), (heads * dim * 2, *(dim * 2,) * 3), (64, PANEL_TOKENS, 1, 1, 1)
+    return b"".join([jit.encode_map(array.data.ptr, *axes) for array in (b.k_qx, b.v_qx)])
 
 
 @lru_cache(maxsize=4096)

@@ -196,9 +196,9 @@ def _launch(how: _Planned, cache: KVCache, q: int, out: int, mask: int, position
         argument += how.numbers
         maps = b""
         offsets: tuple[int, ...] = (0,)
-        if how.launch.boxes:
+        if how.launch.boxes or how.launch.direct:
             argument = argument.ljust(len(argument) + -len(argument) % 64, b"\0")
-            maps, offsets = buckets.maps(cache.tiers), (0, len(argument))
+            maps, offsets = buckets.maps(cache.tiers, how.launch.direct), (0, len(argument))
         with scratch.restored():
             jit.launch_packed(how.launch.attention, argument + maps, offsets)
             if not how.launch.alone:

@@ -84,6 +84,8 @@ class Launch(NamedTuple):
     """Most shares of sequences that blocks may have."""
     boxes: bool
     """Whether the copy engine brings tokens, in boxes."""
+    direct: bool
+    """Whether it brings panels."""
     counted: bool
     """Whether shares are counted for what merges them; else it waits until attention is done."""
     alone: bool
@@ -195,6 +197,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         "WARPS": warps,
         "RING": ring,
         "BOXES": int(boxes),
+        "DIRECT": 0,
         "COUNTED": int(not boxes),
         "BESIDE": int(registers_to_spare and not boxes),
         "MERGE_WARPS": merge_warps,
@@ -225,6 +228,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         block_streams * block_heads / (BOX_LEAST if boxes else LEAST),
         blocks + shape.batch - 1,
         boxes,
+        False,
         not boxes,
         shape.batch == blocks == 1,
     )
@@ -233,7 +237,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
 def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> Launch:
     """Plan attention of many rows: 64 for each of two warpgroups or, if there are no more, the same 64 for
     both, which share the tokens."""
-    streams = 2 if shape.rows <= 64 else 1
+    streams, direct = 2 if shape.rows <= 64 else 1, shape.bits == (16,)
     tiles = ceil(shape.rows / (128 // streams))
     blocks = _streams(shape, multiprocessors // (tiles * shape.kv_heads), 1, even)
     constants = {
@@ -248,6 +252,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         "BLOCK_STREAMS": 1,
         "ONE_SEQUENCE": int(shape.batch == 1),
         "BOXES": 0,
+        "DIRECT": int(direct),
         "COUNTED": 0,
         "MERGE_WARPS": 1,
         "MERGE_ROWS": MERGE_ROWS,
@@ -272,6 +277,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         1 / LEAST,
         blocks + shape.batch - 1,
         False,
+        direct,
         False,
         blocks <= shape.batch,  # of which each has one at least
     )

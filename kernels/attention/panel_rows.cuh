@@ -109,11 +109,12 @@ struct PanelRows : PanelWeights {
             all += __shfl_xor_sync(~0u, all, 1);
             all += __shfl_xor_sync(~0u, all, 2);
             if (i == 0) weights[n * 8 + g] = make_float2(reference[n], all);
-            float* const row = sums + (n * 8 + g) * WIDTH + i;
+            float* const row = sums + (n * 8 + g) * WIDTH + (DIRECT ? 2 * i : i);
 #pragma unroll
             for (int m = 0; m < CUQUANT_DIM / 8; m++)
 #pragma unroll
-                for (int c = 0; c < 2; c++) row[m / 2 * 16 + m % 2 * 4 + c * 8] = o[0][m * 4 + n * 2 + c];
+                for (int c = 0; c < 2; c++)
+                    row[DIRECT ? m * 8 + c : m / 2 * 16 + m % 2 * 4 + c * 8] = o[0][m * 4 + n * 2 + c];
         }
     }
 
@@ -151,7 +152,8 @@ private:
         if (!there) barrier_wait(ring.full(panel), ring.parity(panel));
         known.largest = load_shared(about + About::LARGEST_SLOT + i * 16);
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = scale_of(about, m);
+        for (int m = 0; m < TOKENS / 8; m++)
+            if (!DIRECT) known.scales[m] = scale_of(about, m);
     }
 
     DEVICE void multiply_keys(u32 panel) {
@@ -200,7 +202,7 @@ private:
         bool above[2];
         seen = ~0u;
         const bool hides = __any_sync(~0u, largest_slot > min(last[0], last[1]));
-        if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | hides, 0)) {
+        if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | hides | (DIRECT && largest == INFINITE), 0)) {
             weigh<true>(panel, known.scales, largest, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++)

@@ -17,6 +17,10 @@ struct PanelWeights {
     const Attention& p;
     const PanelRing& ring;
     const int sequence, head, first_row, lane, g, i;  // the warp's first row
+    // Float16 numbers of a cache that has no others: all keys have this scale, and values 1, or infinity where a token has numbers
+    // that are not finite. So they are looked at only where some token has.
+    static constexpr bool DIRECT = PanelRing::DIRECT;
+    const float keys_scale;
     u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
@@ -33,7 +37,7 @@ struct PanelWeights {
     // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
     DEVICE PanelWeights(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int lane)
         : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), lane(lane), g(lane / 4),
-          i(__shfl_sync(~0u, lane % 4, lane)) {}
+          i(__shfl_sync(~0u, lane % 4, lane)), keys_scale(PanelScale(p.scale).of_keys) {}
 
     // What is known of a panel's tokens, asked for in front of its products, behind which it would wait as they do, and not
     // looked at before these are multiplied.
@@ -54,7 +58,11 @@ struct PanelWeights {
 
     static DEVICE u32 bit(int m, int n, int c) { return 1u << (m * 4 + n * 2 + c); }
 
-    DEVICE float4 scale_of(u32 about, int m) const { return floats(about + About::SCALES + i * 16 + m * 64); }
+    DEVICE float4 scale_of(u32 about, int m) const {
+        float4 scale = floats(about + About::SCALES + i * 16 + m * 64);
+        if (DIRECT) scale.x = scale.y = keys_scale;
+        return scale;
+    }
 
     DEVICE void take_weights() {
 #pragma unroll
@@ -76,7 +84,7 @@ struct PanelWeights {
 #pragma unroll
         for (int at = 0; at < TOKENS / 2; at++) {
             const int n = at / 2 % 2;
-            const float scale = of_key(scales[at / 4], at % 2) * rest;
+            const float scale = (DIRECT ? keys_scale : of_key(scales[at / 4], at % 2)) * rest;
             s[0][at] = CUQUANT_MASKED == 2 ? __fmul_rn(s[0][at], scale) : fmaf(s[0][at], scale, -reference[n]);
         }
         if (CUQUANT_MASKED == 2)
@@ -87,9 +95,12 @@ struct PanelWeights {
 #pragma unroll
         for (int at = 0; at < TOKENS / 2; at++) {
             const float share = exp2_of(s[0][at]);
-            s[0][at] = share * of_value(scales[at / 4], at % 2);
+            s[0][at] = DIRECT ? share : share * of_value(scales[at / 4], at % 2);
             gained[at / 2 % 2] += share;
         }
+        if (DIRECT && RARE && largest == INFINITE)
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= of_value(scale_of(ring.about(panel), at / 4), at % 2);
         // Nothing comes of a hidden token's scale, though it be infinite.
         if (RARE && largest == INFINITE)
 #pragma unroll

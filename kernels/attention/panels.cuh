@@ -37,10 +37,27 @@ struct About {
     static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
 };
 
+// By a warp or several: the slot of a panel's token, whose number is the lane's or 32 more.
+DEVICE void tell_slot(u32 about, int token, int slot, int least_last) {
+    store_shared_int(about + About::SLOTS + token * 4, slot);
+    const u32 hidden = __ballot_sync(~0u, slot > least_last), largest = warp_max(slot);
+    const u32 half = about + token / WARP * 4;
+    if (token % WARP == 0) store_shared_int(half + About::HIDDEN, hidden);
+    if (token % WARP < 4) store_shared_int(half + About::LARGEST_SLOT + token % WARP * 16, largest);
+}
+
+// By a warpgroup: bits of the largest scale of each thread's values, or 0.
+DEVICE void tell_largest_scale(u32 about, int thread, u32 scale) {
+    const u32 most = warp_max(scale) + 0xffff >> 16;
+    if (thread % WARP < 4) store_shared_short(about + About::LARGEST_SCALE + thread % WARP * 16 + thread / WARP * 2, most);
+}
+
 // Where in shared memory a panel of keys is, and that of their values behind it, of a block's panels, which take places in turn.
 // (Addresses are opaque, lest the compiler work them out anew.)
 struct PanelRing {
-    static constexpr int PLACES = PANEL_SLOTS / 2, BARRIERS = 3 * PLACES;
+    static constexpr bool DIRECT = CUQUANT_DIRECT;  // who fills panels: direct.cuh
+    static constexpr int PLACES = PANEL_SLOTS / 2, BARRIERS = (DIRECT ? 4 : 3) * PLACES;
+    static constexpr int FILLING = DIRECT ? 1 + PANEL_TOKENS + WARPGROUP : 2 * WARPGROUP;  // threads
 
     u32 panels, barriers, known;
 
@@ -56,10 +73,11 @@ struct PanelRing {
     DEVICE u32 about(u32 panel) const { return known + place(panel) * About::SIZE; }
     DEVICE u32 full(u32 panel) const { return barriers + place(panel) * 8; }  // both
     DEVICE u32 empty(u32 panel, bool values) const { return full(panel) + (values ? 2 : 1) * PLACES * 8; }
+    DEVICE u32 landed(u32 panel) const { return full(panel) + 3 * PLACES * 8; }  // values, by the copy engine
 
     // By a warp: `readers` arrive when they have multiplied keys, and when values.
     DEVICE void begin(int lane, int readers) const {
-        if (lane < BARRIERS) barrier_init(barriers + lane * 8, lane < PLACES ? 2 * WARPGROUP : readers);
+        if (lane < BARRIERS) barrier_init(barriers + lane * 8, lane < PLACES ? FILLING : lane < 3 * PLACES ? readers : 1);
         barrier_init_fence();
     }
 };
@@ -307,19 +325,13 @@ private:
                 store(About::scale(true, at), used);
                 largest = fabsf(used);
             }
-            const u32 most = warp_max(__float_as_int(largest)) + 0xffff >> 16;
-            if (thread % WARP < 4) store_shared_short(to + About::LARGEST_SCALE + thread % WARP * 16 + thread / WARP * 2, most);
+            tell_largest_scale(to, thread, __float_as_int(largest));
         } else {
             if (of_scale()) {
                 store(About::scale(false, at), (BITS < 16 ? fmaf(stored, 0.f, stored) : 1) * score_scale);
                 return;
             }
-            const int slot = token >= count ? NO_SLOT : CUQUANT_MASKED ? int(word) : 0;
-            store_shared_int(to + About::SLOTS + at * 4, slot);
-            const u32 hidden = __ballot_sync(~0u, slot > least_last), largest = warp_max(slot);
-            const u32 half = to + at / WARP * 4;
-            if (thread % WARP == 0) store_shared_int(half + About::HIDDEN, hidden);
-            if (thread % WARP < 4) store_shared_int(half + About::LARGEST_SLOT + thread % WARP * 16, largest);
+            tell_slot(to, at, token >= count ? NO_SLOT : CUQUANT_MASKED ? int(word) : 0, least_last);
         }
     }
 };

@@ -91,6 +91,13 @@ private:
     }
 };
 
+// How channels of a query are paired in registers: channel j of 16 with channel 8 + j, as codes of keys are, or neighbours, as
+// float16 numbers of keys are that are multiplied as they lie in memory.
+constexpr bool NEIGHBOURS = CUQUANT_DIRECT;
+
+DEVICE constexpr int first_of_pair(int j) { return NEIGHBOURS ? 2 * j : j; }
+DEVICE constexpr int second_of_pair(int j) { return NEIGHBOURS ? 2 * j + 1 : 8 + j; }
+
 struct Queries {
     u32 b[HALVES][GROUPS][PAIRS][8];  // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
     u32 bytes[GROUPS][PAIRS * 4];     // of four channels of the lane each: `order` says which
@@ -308,8 +315,9 @@ private:
         for (int u = 0; u < PAIRS; u++)
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
-                const u32 a = word(raw, u * 8 + j / 2), c = word(raw, u * 8 + 4 + j / 2);
-                b[0][n][u][j] = __byte_perm(a, c, 0x5410), b[0][n][u][j + 1] = __byte_perm(a, c, 0x7632);
+                const u32 a = word(raw, u * 8 + (NEIGHBOURS ? j : j / 2)), c = word(raw, u * 8 + (NEIGHBOURS ? j + 1 : 4 + j / 2));
+                b[0][n][u][j] = NEIGHBOURS ? a : __byte_perm(a, c, 0x5410);
+                b[0][n][u][j + 1] = NEIGHBOURS ? c : __byte_perm(a, c, 0x7632);
             }
         int rest = lift;
 #pragma unroll 1
@@ -370,7 +378,7 @@ private:
         for (int u = 0; u < PAIRS; u++)
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float low = x[u * 16 + j] * power, high = x[u * 16 + 8 + j] * power;
+                float low = x[u * 16 + first_of_pair(j)] * power, high = x[u * 16 + second_of_pair(j)] * power;
 #pragma unroll
                 for (int s = 0; s < HALVES; s++) {
                     const u32 pair = pack(low, high, FLOAT16);

@@ -2,6 +2,7 @@
 // or 128 of its rows of queries. Two warpgroups convert the tokens' codes to float16 numbers in shared memory, once for all rows,
 // and two multiply: each has 64 rows, or every other panel of the same 64 (STREAMS). Then `merge` adds up the shares of each
 // sequence, in order, as behind ops/attention.cu.
+#include "../attention/direct.cuh"
 #include "../attention/merge.cuh"
 #include "../attention/panel_rows.cuh"
 
@@ -30,6 +31,27 @@ DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& shar
                                              PanelScale(p.scale).of_keys, threadIdx.x % WARPGROUP).run(panel);
     }
     if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, panel);
+}
+
+// Maps are asked for ahead.
+DEVICE void prefetch() {}
+DEVICE void prefetch(const PanelMaps& maps) { DirectPanels::prefetch_maps(maps); }
+
+// Panels of keys, or of values, by the warpgroup that sees to them.
+DEVICE void fill(const Attention& p, const PanelRing& ring, const Share& share, bool values, int least_last) {
+    values ? convert<true>(p, ring, share, least_last) : convert<false>(p, ring, share, least_last);
+}
+
+DEVICE void fill(const Attention& p, const PanelRing& ring, const Share& share, bool values, int least_last, const PanelMaps& maps) {
+    const DirectPanels panels(ring, share);
+    const int thread = threadIdx.x % WARPGROUP;
+    const s64 row = share.sequence * p.tiers[0].room + share.cuts[0][0];
+    if (values)
+        panels.look_through(thread);
+    else if (thread == 0)
+        panels.copy(maps, int(row), head_group());
+    else if (thread >= PANEL_TOKENS)
+        panels.tell(p.tiers[0].slots + row, least_last, thread - PANEL_TOKENS);
 }
 
 DEVICE int panels_of(const Share& share) {
@@ -173,7 +195,8 @@ static __device__ __noinline__ void find_several(Shares& shares, const Attention
 
 // Grid: blocks that share the tokens, and key heads (split.cuh), groups of BLOCK_ROWS rows: the last positions, which see most
 // tokens, come first.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
+template <class... M>
+DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Shares shares;
     const Share& share = shares.of[0];
     __shared__ __align__(8) u64 barriers[PanelRing::BARRIERS];
@@ -181,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
     const int first_row = (gridDim.y - 1 - blockIdx.y) * BLOCK_ROWS;
+    if (threadIdx.x == 0) prefetch(maps...);
     if (warp == 0) ring.begin(lane, MULTIPLYING / WARP / STREAMS);
     // Who has what is known, and what merges may start. Whether this block has anything.
     const auto meet = [&] {
@@ -202,10 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             if (warp == THREADS / WARP - 1) trim(shares.of[0], p, first_row, lane);
             warpgroups_sync<THREADS>(EVERYONE);
         }
-        if (warp < (MULTIPLYING + WARPGROUP) / WARP)
-            convert<false>(p, ring, share, Seen(p, share.sequence, first_row).least);
-        else
-            convert<true>(p, ring, share, 0);
+        const bool values = warp >= (MULTIPLYING + WARPGROUP) / WARP;
+        fill(p, ring, share, values, values ? 0 : Seen(p, share.sequence, first_row).least, maps...);
         return;
     }
     // Of a single sequence queries are asked for while it is shared out.
@@ -231,4 +253,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     constexpr int EACH = BLOCK_ROWS / (MULTIPLYING / WARP);
     finish(p, share, warp * EACH, min(rows_of(p) - first_row - warp * EACH, EACH), first_row, lane);
 }
+
+#if CUQUANT_DIRECT
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ Attention p, const __grid_constant__ PanelMaps maps) {
+    attend(p, maps);
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) { attend(p); }
+#endif
 #endif
