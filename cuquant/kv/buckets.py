@@ -101,8 +101,9 @@ def _panel_maps(tier: Tier) -> bytes:
     """Maps of float16 keys and values."""
     b = tier.buffers
     batch, room, heads, dim = b.k_qx.shape
+    arrays: tuple[Any, ...] = (b.k_qx, b.v_qx)
     axes = (dim, batch * room, heads, 1, 1), (heads * dim * 2, *(dim * 2,) * 3), (64, PANEL_TOKENS, 1, 1, 1)
-    return b"".join([jit.encode_map(array.data.ptr, *axes) for array in (b.k_qx, b.v_qx)])
+    return b"".join([jit.encode_map(array.data.ptr, *axes) for array in arrays])
 
 
 @lru_cache(maxsize=4096)
