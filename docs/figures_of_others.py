@@ -237,6 +237,21 @@ def several_queries() -> Iterator[Figure]:
     yield from table(PERFORMANCE, header, 6, time, columns)
 
 
+def prompts() -> Iterator[Figure]:
+    cells = {
+        (c["bits"], c["batch"], c["context"]): c
+        for c in read_cells("h200-attention-queries")
+        if c["queries"] == c["context"]
+    }
+
+    def time(bits: str, column: tuple[int, int]) -> float:
+        kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
+        return cells[(bits if kind == "us" else "4", *column)][kind]
+
+    header = "| prompts, bits | 1 x 512 tokens | 1 x 4096 | 8 x 512 | 8 x 4096 |"
+    yield from table(PERFORMANCE, header, 6, time, itertools.product((1, 8), (512, 4096)))
+
+
 def appends() -> Iterator[Figure]:
     cells = {(c["bits"], c["kv_heads"], c["batch"], c["tokens"]): c for c in read_cells("h200-append")}
     sizes = itertools.product(((8, 1), (32, 1), (8, 8)), (1, 16, 512))

@@ -268,7 +268,12 @@ def test_caches_that_attention_is_measured_of(kind: str, bits: str, monkeypatch:
     monkeypatch.setattr(attention_bench, "POOL", 1 << 10)
     lengths = attention_bench.lengths_of(kind, 5, 100)
     tokens = [attention_bench.tokens_of(bits, length) for length in lengths]
+    prompt = attention_bench.random_cache(2, tokens, seed=1, any_order=False)
+    slots = [tier.bucket(n).global_slots for n in range(5) for tier in prompt.tiers.values()]
+    assert all((np.diff(each) == 1).all() for each in slots)
     cache = attention_bench.random_cache(2, tokens, seed=1)
+    slots = [tier.bucket(n).global_slots for n in range(5) for tier in cache.tiers.values()]
+    assert not all((np.diff(each) == 1).all() for each in slots)
     assert cache.lengths.tolist() == cache.next_slots.tolist() == lengths
     for sequence, length in enumerate(lengths):
         held = cache.tokens(sequence)
@@ -325,8 +330,11 @@ def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(c.batch, c.context, c.queries, c.bits) for c in cells] == list(
         product((1, 3), (64, 512), (1, 5), ("4", "mixed"))
     )
+    prompts = cell_keys(["16", "mixed"], [150], [2], [(8, 2)], [150])
+    cells += attend(record, prompts)
+    assert [(c.queries, c.bits) for c in cells[-2:]] == [(150, "16"), (150, "mixed")]
     assert all(c.us > 0 and 0 < c.nmse <= 1e-6 for c in cells)
-    assert list(attend(record, keys)) == []
+    assert list(attend(record, [*keys, *prompts])) == []
     keys = cell_keys(["4", "mixed"], [64], [5], [(8, 2)], [3], ["spread", "one-long"])
     unequal = list(attend(record, keys))
     assert [(c.lengths, c.bits) for c in unequal] == list(product(("spread", "one-long"), ("4", "mixed")))

@@ -34,6 +34,9 @@ SIZES = {
 nothing else is asked for."""
 UNEQUAL_WIDTHS, UNEQUAL_HEADS = ("8", "4", "mixed"), ((32, 8),)
 """Widths and heads that are measured where lengths differ and nothing else is asked for."""
+ANY_ORDER = 64
+"""Queries up to which a sequence's tokens lie in any order, as where they have moved; with more, a prompt's,
+they lie in that of their slots."""
 POOL = 64 << 20
 """Bytes of random codes that fill caches again and again."""
 SPARE = 4 << 30
@@ -46,9 +49,10 @@ class AttentionCell:
 
     `bits` are those of the tokens; "mixed" has MIXED of them. `lengths` says how many tokens each sequence
     has (`lengths_of`), of which `context` is the mean. `queries` of each sequence are the last tokens, each
-    of which sees those up to itself. The floor and `gbps` count the tokens that are there. The others' times
-    are there where they are installed, and lengths equal, as their calls take no others; their queries see
-    all tokens. `mhz` is the GPU's mean clock meanwhile.
+    of which sees those up to itself. The floor and `gbps` count the tokens that are there, and what queries
+    see. The others' times are there where they are installed, and lengths equal, as their calls take no
+    others; their queries see all tokens, unless there are as many, a whole prompt. `mhz` is the GPU's mean
+    clock meanwhile.
     """
 
     op: str
@@ -143,7 +147,8 @@ def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor)
     used = sum(n * per_token[b] for held in tokens for b, n in held.items())
     if not fits(rotation(used) * batch * sum(n * per_token[b] for b, n in rooms_of(tokens).items())):
         return None
-    caches = [random_cache(kv_heads, tokens, seed) for seed in range(rotation(used))]
+    any_order = q_len <= ANY_ORDER
+    caches = [random_cache(kv_heads, tokens, seed, any_order) for seed in range(rotation(used))]
     q = cupy.random.standard_normal((batch, q_len, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
     out = cupy.empty_like(q)
     error = sampled_error(q, caches[-1], out)
@@ -151,7 +156,8 @@ def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor)
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
     del caches
     cupy.get_default_memory_pool().free_all_blocks()
-    floor = floor_us(moved, 4 * HEAD_DIM * heads * q_len * sum(lengths))
+    seen = sum(q_len * n - q_len * (q_len - 1) // 2 for n in lengths)
+    floor = floor_us(moved, 4 * HEAD_DIM * heads * seen)
     values = {"us": us, "mhz": mhz, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
     return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
 
@@ -175,14 +181,18 @@ def rooms_of(tokens: Sequence[dict[int, int]]) -> dict[int, int]:
     return {b: max(held[b] for held in tokens) for b in tokens[0]}
 
 
-def random_cache(kv_heads: int, tokens: Sequence[dict[int, int]], seed: int) -> KVCache:
+def random_cache(
+    kv_heads: int, tokens: Sequence[dict[int, int]], seed: int, any_order: bool = True
+) -> KVCache:
     """A cache with so many tokens of each width for every sequence, and room for the most of these: random
-    codes, and scales that make numbers of about one; slots in random order."""
+    codes, and scales that make numbers of about one; slots in random order, or one after the other."""
     cupy = device.cupy()
     random = cupy.random.default_rng(seed)
     cache = KVCache(kv_heads, HEAD_DIM, rooms_of(tokens), len(tokens), device="cuda")
     lengths = cupy.asarray([sum(held.values()) for held in tokens], np.int32)
     ranks = random.random((len(tokens), int(lengths.max())), dtype=np.float32)
+    if not any_order:
+        ranks.sort(axis=1)
     ranks[cupy.arange(ranks.shape[1]) >= lengths[:, None]] = 2  # behind all slots that there are
     order = ranks.argsort(axis=1).astype(np.int32)
     first = cupy.zeros_like(lengths)
@@ -265,7 +275,8 @@ def _sdpa(torch: Any, batch: int, heads: int, kv_heads: int, context: int, queri
     q = torch.randn(batch, heads, queries, HEAD_DIM, device="cuda", dtype=torch.float16)
     k, v = torch.randn(2, batch, kv_heads, context, HEAD_DIM, device="cuda", dtype=torch.float16)
     attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, enable_gqa=heads != kv_heads)
+    whole = 1 < queries == context
+    return lambda: attend(q, k, v, is_causal=whole, enable_gqa=heads != kv_heads)
 
 
 def _flashinfer(
