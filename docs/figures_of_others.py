@@ -114,6 +114,7 @@ def attention() -> Iterator[Figure]:
         }
         yield Figure(PERFORMANCE, words[gpu], (str(near), str(len(long))))
     yield from several_queries()
+    yield from prompts()
     yield from unequal_lengths()
     every = of_equal_lengths("h200-attention")
     cells = {(c["bits"], c["kv_heads"], (c["batch"], c["context"])): c for c in every}
@@ -246,7 +247,8 @@ def prompts() -> Iterator[Figure]:
 
     def time(bits: str, column: tuple[int, int]) -> float:
         kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
-        return cells[(bits if kind == "us" else "4", *column)][kind]
+        batch, context = column
+        return cells[bits if kind == "us" else "4", batch, context][kind]
 
     header = "| prompts, bits | 1 x 512 tokens | 1 x 4096 | 8 x 512 | 8 x 4096 |"
     yield from table(PERFORMANCE, header, 6, time, itertools.product((1, 8), (512, 4096)))
