@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import synthetic
 from gguf import GGUFValueType as Value
 from gguf_files import array, entry, gguf_file, string, tensor, u32, write
 from numpy.typing import NDArray
@@ -111,3 +112,19 @@ def importances() -> dict[str, NDArray[np.float32]]:
 def bytes_of(path: Path, name: str) -> NDArray[np.uint8]:
     with cq.open(path, device="cpu") as made:
         return np.array(made[name].blocks)
+
+
+RARE, COLUMN = 7, 3
+"""A token of only one chunk, and the only column of the embedding in which it is not 0, as no other is."""
+
+
+def with_a_rare_token(path: Path) -> Path:
+    """A model whose first matrices have inputs at that token whose squares float32 does not hold; they make
+    nothing of them, and all states are finite."""
+    made: dict[str, Any] = {name: each.copy() for name, each in synthetic.tensors(synthetic.Spec()).items()}
+    made["token_embd.weight"][:, COLUMN] = 0
+    made["token_embd.weight"][RARE] = np.eye(64)[COLUMN]
+    made["blk.0.attn_norm.weight"][COLUMN] = 1e20
+    for part in "qkv":
+        made[f"blk.0.attn_{part}.weight"][:, COLUMN] = 0
+    return synthetic.write(path, synthetic.Spec(), **made)
