@@ -10,7 +10,8 @@ import sharing
 from hardware import SHARED
 from sharing import streams_of
 
-from cuquant import plan
+from cuquant import check, plan
+from cuquant.kv import cuda
 from cuquant.plan import attention as kv_plan, caches
 
 
@@ -145,6 +146,24 @@ def test_there_are_enough_streams_of_the_most_sequences(cost: float) -> None:
             shape = kv_plan.Shape(len(costs), 1, 32, 8, 128, (4,), 0, 1)
             streams = kv_plan._streams(shape, room, 8, even)
             assert streams_of(costs, streams, 1e9).min() >= max(1, streams // len(costs) - 1)
+
+
+def test_more_rows_than_a_launch_has_blocks_for() -> None:
+    """With nothing to merge, too."""
+    for heads in (2047, 2048):
+        q, strides = (1, check.MOST_QUERIES, heads, 64), (0, 0, 0, 2)
+        half = np.dtype(np.float16)
+        given = cuda._Given(
+            *(q, strides, half, strides, half, None, False, True, 0.125, 1, (16,)),
+            *(False, False, True, plan.Gpu(90, 132)),
+        )
+        if heads < 2048:
+            (launch,) = cuda._planned(given)
+            assert launch.launch.alone
+            assert launch.launch.attention.grid[1] == heads * check.MOST_QUERIES // 128
+        else:
+            with pytest.raises(ValueError, match="takes 65536 blocks along an axis of one launch"):
+                cuda._planned(given)
 
 
 def test_what_merges_is_spread_where_launches_overlap() -> None:

@@ -91,8 +91,8 @@ def _of_some(given: _Given, shape: plan.Shape, first: int) -> _Planned:
     batch, q_len, heads, dim = shape.batch, shape.q_len, shape.heads, shape.head_dim
     multiprocessors = given.gpu.multiprocessors
     launch = plan.attention(shape, given.gpu.capability, multiprocessors, given.even)
-    if not launch.alone:
-        check.require_launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
+    started = [launch.attention] if launch.alone else [launch.attention, launch.merge]
+    check.require_launch_size(max(each.grid[1] for each in started), MOST_BLOCKS, given.q)
     rows, parts, shares = heads * q_len, launch.merge.grid[2], 0 if launch.alone else launch.shares
     sizes: tuple[int, ...] = (shares * rows * (dim + 8) * 4, batch * 8)
     if given.track:
