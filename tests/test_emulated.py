@@ -122,6 +122,11 @@ CHOSEN = {
     "test_gpu_attention_lengths.py": (6, "(many or by_block) and (plain or masked)"),
     "test_gpu_attention_shares.py": (24, "True or 512-400"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
+    "test_gpu_attention_prompts.py": (
+        8,
+        "(types and 65 and not bfloat16) or (masks and shape1) or (heads and 40)"
+        " or nothing_to_merge or (leaves and 256) or (graph and float32)",
+    ),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
@@ -142,6 +147,11 @@ CHOSEN_OF_SM_90 = {
         "(types and (64-16 or 128-33) and not bfloat16) or (tokens and 40-129) or (masks and True and shape1)"
         " or sees_nothing or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one)"
         " or (importance and 90 and not options1) or (behind and 96) or (positions and 70) or these",
+    ),
+    "test_gpu_attention_prompts.py": (
+        7,
+        "(types and 128-128 and not float32) or (heads and 96) or (positions and 20-float16)"
+        " or (order and float16) or (graph and float16) or every_token",
     ),
     "test_gpu_attention_magnitudes.py": (
         28,
@@ -190,6 +200,7 @@ PROCESSES = {
         "test_gpu_attention_lengths.py",
         "test_gpu_attention_shares.py",
         "test_gpu_attention_queries.py",
+        "test_gpu_attention_prompts.py",
     ),
     "a model": ("test_gpu_evaluate.py", "test_gpu_errors.py"),
 }
@@ -205,6 +216,7 @@ PROCESSES_OF_SM_90 = {
         "test_gpu_attention_shares.py",
         "test_gpu_attention_queries.py",
         "test_gpu_attention_panels.py",
+        "test_gpu_attention_prompts.py",
         "test_gpu_attention_magnitudes.py",
         "test_gpu_random.py",
     ),

@@ -21,7 +21,7 @@ import cuquant as cq
 from cuquant import device
 from cuquant.cuda import buffers
 from cuquant.eval import config
-from cuquant.eval.kv import HALVES
+from cuquant.eval.kv import HALVES, KVBits
 from cuquant.eval.llama import Llama
 
 pytestmark = pytest.mark.gpu
@@ -115,9 +115,9 @@ def test_chunks_of_many_queries(tmp_path: Path, spec: Spec, factor: float) -> No
         assert b.ppl == pytest.approx(a.ppl, rel=5e-3)  # a rounding may choose another expert
 
 
-def load(path: Path, where: str) -> Llama:
+def load(path: Path, where: str, kv: KVBits | None = None) -> Llama:
     model = cq.open(path, where)
-    return Llama(config.read(model.metadata), dict(model))
+    return Llama(config.read(model.metadata), dict(model), kv=kv)
 
 
 @pytest.mark.parametrize("name", ["attn_k", "attn_v"])
@@ -134,6 +134,22 @@ def test_keys_and_values_beyond_float16(tmp_path: Path, spec: Spec, name: str) -
         assert gpu.kv is kept
         difference = np.abs(device.as_numpy(states) - expected)
         assert np.median(difference) < 0.01 * np.abs(expected).max()  # a rounding may choose another expert
+
+
+@pytest.mark.parametrize("widths", ["", "16", "8", "8:16,4"])
+def test_queries_beyond_float16(tmp_path: Path, widths: str) -> None:
+    """They are float32 from then on, whatever keys and values are."""
+    large: dict[str, Any] = {
+        f"blk.1.attn_{name}.weight": tensors(Spec())[f"blk.1.attn_{name}.weight"] * np.float32(factor)
+        for name, factor in (("q", 1e6), ("k", 1e-6))
+    }
+    path, kv = write(tmp_path / "model.gguf", Spec(), **large), KVBits(widths) if widths else None
+    cpu, gpu = load(path, "cpu", kv), load(path, "cuda", kv)
+    tokens = some_tokens(3, 70)
+    states, expected = (model.hidden(tokens, 35) for model in (gpu, cpu))
+    assert (gpu.kv, gpu._has_half_queries) == (kv, False)
+    difference = np.abs(device.as_numpy(states) - expected)
+    assert np.median(difference) < 0.01 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("query", [-1.0, -1.1, -1.2, -1.3])

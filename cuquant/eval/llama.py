@@ -65,8 +65,8 @@ class Llama:
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
     kv : KVBits, optional
         Attend to quantized keys and values, which are cached where the model is. By default they are float32;
-        on a GPU float16, if caches take the model's heads and `inputs` is not given, until one is beyond its
-        range, or states are not finite. With 16 bits queries are float16 there, too, until then.
+        on a GPU float16, if caches take the model's heads and `inputs` is not given. Queries of caches on a
+        GPU are float16, too. Both are so until one is beyond float16's range, or states are not finite.
     inputs : callable, optional
         Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
         multiplied by: float32 (..., K).
@@ -97,7 +97,7 @@ class Llama:
         # (Whoever takes note of inputs wants to see them once.)
         if kv is None and inputs is None and self._xp is not np and _is_cached(config):
             self.kv = HALVES
-        self._has_half_queries = self._xp is not np and self.kv is not None and self.kv.text == HALVES.text
+        self._has_half_queries = self._xp is not np and self.kv is not None
         self._greatest: Any = self._xp.zeros((), np.float32)
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
@@ -128,14 +128,8 @@ class Llama:
         float32 [B, T - first, d_model]
         """
         turn = self._turn(tokens.shape[1])
-        if self.kv is not None and self.kv.by_steps:
-            return self._by_steps(tokens, turn)[:, first:]
-        h = self._embedded(tokens)
-        for block in self._blocks[:-1]:
-            h = block(h, turn, 0, self._cache(*tokens.shape))
-        # Nothing after the last attention mixes positions: only the wanted ones go on.
-        h = self._blocks[-1](h, turn, first, self._cache(*tokens.shape))
-        h = passes.norm(h, self._output_norm, self.config.rms_eps)
+        by_steps = self.kv is not None and self.kv.by_steps
+        h = self._by_steps(tokens, turn)[:, first:] if by_steps else self._at_once(tokens, turn, first)
         if self._has_half_queries and not (self._greatest <= _LARGEST_HALF and np.isfinite(h).all()):
             self._has_half_queries = False
             self.kv = None if self.kv is HALVES else self.kv
@@ -143,14 +137,22 @@ class Llama:
         return h
 
     def queries(self, q: Array, k: Array, v: Array) -> Any:
-        """A layer's queries as its cache's attention takes them. If they are float16, as keys and values, the
-        greatest magnitude of all is noted: states may be finite though one is beyond, as an infinite key may
-        hide its token."""
+        """A layer's queries as its cache's attention takes them. The greatest magnitude of what becomes
+        float16 is noted: states may be finite though one is beyond, as an infinite key may hide its token."""
         if not self._has_half_queries:
             return q
-        for each in (q, k, v):
+        for each in (q, k, v) if self.kv is HALVES else (q,):
             self._greatest = np.maximum(self._greatest, passes.greatest(each))
         return q.astype(np.float16)
+
+    def _at_once(self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], first: int) -> Array:
+        """Final states of positions `first` and later, all positions through a layer after the other."""
+        h = self._embedded(tokens)
+        for block in self._blocks[:-1]:
+            h = block(h, turn, 0, self._cache(*tokens.shape))
+        # Nothing after the last attention mixes positions: only the wanted ones go on.
+        h = self._blocks[-1](h, turn, first, self._cache(*tokens.shape))
+        return passes.norm(h, self._output_norm, self.config.rms_eps)
 
     def _cache(self, batch: int, length: int) -> KVCache | None:
         """An empty cache of a layer for sequences of so many tokens; None where attention takes float32 keys
