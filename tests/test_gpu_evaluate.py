@@ -137,13 +137,14 @@ def test_keys_and_values_beyond_float16(tmp_path: Path, spec: Spec, name: str) -
 
 
 @pytest.mark.parametrize("widths", ["", "16", "8", "8:16,4"])
-def test_queries_beyond_float16(tmp_path: Path, widths: str) -> None:
-    """They are float32 from then on, whatever keys and values are."""
-    large: dict[str, Any] = {
-        f"blk.1.attn_{name}.weight": tensors(Spec())[f"blk.1.attn_{name}.weight"] * np.float32(factor)
-        for name, factor in (("q", 1e6), ("k", 1e-6))
+@pytest.mark.parametrize("factor", [1e6, 1 / 4096])
+def test_queries_that_float16_does_not_hold(tmp_path: Path, widths: str, factor: float) -> None:
+    """Neither large ones nor small ones: they are float32 from then on, whatever keys and values are."""
+    changes: dict[str, Any] = {
+        f"blk.1.attn_{name}.weight": tensors(Spec())[f"blk.1.attn_{name}.weight"] * np.float32(by)
+        for name, by in (("q", factor), ("k", 1 / factor))
     }
-    path, kv = write(tmp_path / "model.gguf", Spec(), **large), KVBits(widths) if widths else None
+    path, kv = write(tmp_path / "model.gguf", Spec(), **changes), KVBits(widths) if widths else None
     cpu, gpu = load(path, "cpu", kv), load(path, "cuda", kv)
     tokens = some_tokens(3, 70)
     states, expected = (model.hidden(tokens, 35) for model in (gpu, cpu))

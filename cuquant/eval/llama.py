@@ -31,6 +31,8 @@ from .kv import HALVES, STEP, KVBits
 Array = NDArray[np.float32]
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)
+_LEAST_PEAK = 2.0**-8
+"""The largest number of a layer's queries, at least, if they are to be float16, whose least is 2^-24."""
 QUERY_BLOCK = 128
 """Queries of one attention product: keys after the block are never multiplied, about half of all."""
 
@@ -66,7 +68,8 @@ class Llama:
     kv : KVBits, optional
         Attend to quantized keys and values, which are cached where the model is. By default they are float32;
         on a GPU float16, if caches take the model's heads and `inputs` is not given. Queries of caches on a
-        GPU are float16, too. Both are so until one is beyond float16's range, or states are not finite.
+        GPU are float16, too. Both are so until one is beyond float16's range, a layer has small queries
+        alone, or states are not finite.
     inputs : callable, optional
         Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
         multiplied by: float32 (..., K).
@@ -97,8 +100,9 @@ class Llama:
         # (Whoever takes note of inputs wants to see them once.)
         if kv is None and inputs is None and self._xp is not np and _is_cached(config):
             self.kv = HALVES
-        self._has_half_queries = self._xp is not np and self.kv is not None
-        self._greatest: Any = self._xp.zeros((), np.float32)
+        self._has_half_queries = self._xp is not np and self.kv is not None and inputs is None
+        self._peaks: list[Any] = []
+        self._query_peaks: list[Any] = []
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
         self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
         self._turned: tuple[Array, Array] | None = None
@@ -127,10 +131,11 @@ class Llama:
         -------
         float32 [B, T - first, d_model]
         """
+        self._peaks, self._query_peaks = [], []
         turn = self._turn(tokens.shape[1])
         by_steps = self.kv is not None and self.kv.by_steps
         h = self._by_steps(tokens, turn)[:, first:] if by_steps else self._at_once(tokens, turn, first)
-        if self._has_half_queries and not (self._greatest <= _LARGEST_HALF and np.isfinite(h).all()):
+        if self._has_half_queries and not (self._fit_halves() and np.isfinite(h).all()):
             self._has_half_queries = False
             self.kv = None if self.kv is HALVES else self.kv
             return self.hidden(tokens, first)
@@ -141,9 +146,17 @@ class Llama:
         float16 is noted: states may be finite though one is beyond, as an infinite key may hide its token."""
         if not self._has_half_queries:
             return q
-        for each in (q, k, v) if self.kv is HALVES else (q,):
-            self._greatest = np.maximum(self._greatest, passes.greatest(each))
+        self._query_peaks.append(passes.greatest(q))
+        if self.kv is HALVES:
+            self._peaks += passes.greatest(k), passes.greatest(v)
         return q.astype(np.float16)
+
+    def _fit_halves(self) -> bool:
+        """Whether float16 holds what was noted: queries that are all 0, too."""
+        peaks = device.as_numpy(self._xp.stack([*self._query_peaks, *self._peaks]))
+        of_queries = peaks[: len(self._query_peaks)]
+        small = (of_queries != 0) & (of_queries < _LEAST_PEAK)
+        return bool((peaks <= _LARGEST_HALF).all() and not small.any())
 
     def _at_once(self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], first: int) -> Array:
         """Final states of positions `first` and later, all positions through a layer after the other."""
@@ -322,8 +335,9 @@ class _Block:
         q, k, v = self._projected(x, turn, first)
         out, appended = np.empty_like(q), 0
         q = self._model.queries(q, k, v)
-        for start in range(0, q.shape[1], check.MOST_QUERIES):
-            some = slice(start, min(start + check.MOST_QUERIES, q.shape[1]))
+        step = min(check.MOST_QUERIES, cache._backend.queries_at_once(cache, q))
+        for start in range(0, q.shape[1], step):
+            some = slice(start, min(start + step, q.shape[1]))
             new = slice(appended, first + some.stop)
             kv.append(cache, k[:, new], v[:, new])
             attention(q[:, some], cache, out=out[:, some])

@@ -52,7 +52,13 @@ def merge(parts: list[Partial]) -> Partial:
 
 
 AT_A_TIME = 64
-"""Queries of a sequence that meet keys together: as many scores there are for each token."""
+"""Queries of a sequence whose scores are in memory together."""
+
+
+def queries_at_once(cache: KVCache, q: Any) -> int:
+    """Of queries like these, how many of each sequence a call had best take: all, as none meets tokens behind
+    the last one that any of AT_A_TIME sees."""
+    return int(q.shape[1])
 
 
 def attend(p: Attention, out: NDArray[Any]) -> None:

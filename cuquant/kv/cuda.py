@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .attention import Attention
     from .cache import KVCache
 
-__all__ = ["Appender", "attend", "attend_again", "move"]
+__all__ = ["Appender", "attend", "attend_again", "move", "queries_at_once"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
@@ -77,7 +77,7 @@ def _planned(given: _Given) -> tuple[_Planned, ...]:
     """The launches, one after the other."""
     batch, all_queries, heads, dim = given.q
     masked = 2 if given.mask is not None else int(given.causal and (all_queries > 1 or given.positions))
-    halves = 2 if given.q_dtype == np.float32 else 1
+    halves = _halves(given.q_dtype)
     shape = plan.Shape(batch, all_queries, heads, given.kv_heads, dim, given.bits, masked, halves)
     step = plan.queries_at_once(shape, given.gpu.capability, given.track)
     return tuple(
@@ -125,6 +125,19 @@ def _of_some(given: _Given, shape: plan.Shape, first: int) -> _Planned:
 
 def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(stride // dtype.itemsize for stride in strides)
+
+
+def queries_at_once(cache: KVCache, q: Any) -> int:
+    """Of queries like these (batch, q_len, heads, head_dim), the last tokens, how many of each sequence meet
+    its tokens together. More of them in a call read all tokens again, also those that they do not see."""
+    batch, q_len, heads, dim = q.shape
+    shape = plan.Shape(batch, q_len, heads, cache.n_kv_heads, dim, cache.bits, 1, _halves(q.dtype))
+    return plan.queries_at_once(shape, jit.gpu().capability, cache.track_attention)
+
+
+def _halves(dtype: np.dtype[Any]) -> int:
+    """Float16 numbers that a query's channel becomes."""
+    return 2 if dtype == np.float32 else 1
 
 
 def attend(p: Attention, out: Any) -> tuple[_Planned, ...] | None:

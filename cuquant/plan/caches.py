@@ -73,15 +73,16 @@ def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[
 
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
-    """Kernels of what a cache does, for tests that compile them: attention of every kind, over all widths and
-    one, of one sequence and, with heads of 128, of several."""
+    """Kernels of what a cache does, for tests that compile them: attention of every kind, over all widths,
+    and over one, of 16 bits or, with heads of 128, any, of one sequence and of several."""
     found = {append(1, 1, 1, 64, 90, 1)[0].kernel, move(1, 1).kernel}
     found |= {importance(1, dim, rows, 1).kernel for dim, rows in product(head_dims, (4, 8))}
     few, many = ((1, 0), (1, 1), (7, 1)), tuple(product((8, 64), (0, 1, 2)))
     for dim, (q_len, masked), halves in product(head_dims, few + many, (1, 2)):
         found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, halves), capability, 1).attention.kernel)
-    for batch, bits, (q_len, masked) in product((1, 8), BITS, many):
-        shape = Shape(batch, q_len, 8, 2, 128, (bits,), masked, 1)
+    alone = [(dim, 16) for dim in head_dims if dim < 128] + [(128, bits) for bits in BITS]
+    for batch, (dim, bits), (q_len, masked) in product((1, 8), alone, many):
+        shape = Shape(batch, q_len, 8, 2, dim, (bits,), masked, 1)
         found.add(attention(shape, capability, 1).attention.kernel)
     for batch, widths, group in product((1, 8), [(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):
         shape = Shape(batch, 1, 8 * group, 8, 128, widths, False, 1)

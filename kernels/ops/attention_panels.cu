@@ -1,7 +1,7 @@
 // Attention of many queries (sm_90a): every block has a share of one sequence's tokens, all its buckets, of one key head, and 64
-// or 128 of its rows of queries. Two warpgroups convert the tokens' codes to float16 numbers in shared memory, once for all rows,
-// and two multiply: each has 64 rows, or every other panel of the same 64 (STREAMS). Then `merge` adds up the shares of each
-// sequence, in order, as behind ops/attention.cu.
+// or 128 of its rows of queries. Two warpgroups convert the tokens' codes to float16 numbers in shared memory, once for all rows
+// (or see to those that the copy engine brings), and two multiply: each has 64 rows, or every other panel of the same 64
+// (STREAMS). Then `merge` adds up the shares of each sequence, in order, as behind ops/attention.cu.
 #include "../attention/direct.cuh"
 #include "../attention/merge.cuh"
 #include "../attention/panel_rows.cuh"
@@ -42,7 +42,8 @@ DEVICE void fill(const Attention& p, const PanelRing& ring, const Share& share, 
     values ? convert<true>(p, ring, share, least_last) : convert<false>(p, ring, share, least_last);
 }
 
-DEVICE void fill(const Attention& p, const PanelRing& ring, const Share& share, bool values, int least_last, const PanelMaps& maps) {
+DEVICE void fill(const Attention& p, const PanelRing& ring, const Share& share, bool values, int least_last,
+                 const PanelMaps& maps) {
     const DirectPanels panels(ring, share);
     const int thread = threadIdx.x % WARPGROUP;
     const s64 row = share.sequence * p.tiers[0].room + share.cuts[0][0];
