@@ -64,6 +64,17 @@ def filled(
     return cache.to_device("cuda")
 
 
+def of_unequal_lengths(batch: int, longest: int, others: int) -> tuple[cq.KVCache, Array]:
+    """Sequences of fewer than `others` random tokens each, but for one of `longest`, over all widths; and how
+    many each has."""
+    lengths = np.random.default_rng(0).integers(0, others, batch)
+    lengths[batch // 2] = longest
+    cache = cq.KVCache(2, 64, longest, batch, WIDTHS)
+    k, v = normal(batch, longest, 2, 64), normal(batch, longest, 2, 64, seed=1)
+    cache.append(k, v, np.resize(WIDTHS, longest), lengths=lengths)
+    return cache.to_device("cuda"), lengths
+
+
 def changed_kernel(patch: pytest.MonkeyPatch, op: str, line: str, after: str) -> None:
     """Kernels of a file from now on have something more after a line."""
     flatten = sources.flatten

@@ -17,6 +17,7 @@ from attending import (
     filled,
     kernels_of_panels,
     normal,
+    of_unequal_lengths,
     on_gpu,
     queries,
 )
@@ -84,13 +85,9 @@ def test_grouped_heads(heads: int, shared: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 5, 40])
 def test_sequences_of_very_different_lengths(batch: int) -> None:
-    lengths = np.random.default_rng(0).integers(0, 200, batch)
-    lengths[batch // 2] = 3000
-    cache = cq.KVCache(2, 64, 3000, batch, WIDTHS)
-    k, v = normal(batch, 3000, 2, 64), normal(batch, 3000, 2, 64, seed=1)
-    cache.append(k, v, np.resize(WIDTHS, 3000), lengths=lengths)
+    cache, _ = of_unequal_lengths(batch, 3000, 200)
     for q_len in (10, 33):
-        agree(queries(batch, q_len, 8, 64), cache.to_device("cuda"))
+        agree(queries(batch, q_len, 8, 64), cache)
 
 
 @pytest.mark.parametrize("options", [{"key_scales": "pairs"}, {"key_scales": "halves", "rotate": True}])

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from attending import WIDTHS, F, agree, filled, kernels_of_panels, normal, queries
+from attending import WIDTHS, F, agree, filled, kernels_of_panels, normal, of_unequal_lengths, queries
 
 import cuquant as cq
 from cuquant import check, device, testing
@@ -42,12 +42,8 @@ def test_heads(dim: int) -> None:
 @pytest.mark.parametrize("batch", [1, 5, 40])
 def test_sequences_of_different_lengths(batch: int) -> None:
     """Some are shorter than their queries, of which the first see nothing."""
-    lengths = np.random.default_rng(0).integers(0, 300, batch)
-    lengths[batch // 2] = 900
-    cache = cq.KVCache(2, 64, 900, batch, WIDTHS)
-    k, v = normal(batch, 900, 2, 64), normal(batch, 900, 2, 64, seed=1)
-    cache.append(k, v, np.resize(WIDTHS, 900), lengths=lengths)
-    y = agree(queries(batch, 130, 8, 64), cache.to_device("cuda"))
+    cache, lengths = of_unequal_lengths(batch, 900, 300)
+    y = agree(queries(batch, 130, 8, 64), cache)
     for sequence, length in enumerate(lengths):
         assert not y[sequence, : max(0, 130 - length)].any()
 

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from allocations import allocated
 from formats_table import random_blocks
 from gguf import GGMLQuantizationType as Type
 from gguf_files import Stored, write
@@ -192,20 +193,9 @@ def test_comparisons(tmp_path: Path) -> None:
 
 
 def test_no_tensor_is_dense() -> None:
-    cupy = device.cupy()
-    w = cupy.asarray(gauss((4096, 8192)).astype(H))
+    w = device.cupy().asarray(gauss((4096, 8192)).astype(H))
     quantized = cq.quantize(w, "q8_0")
-    sizes: list[int] = []
-
-    class Watch(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
-        name = "watch"
-
-        def malloc_postprocess(
-            self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
-        ) -> None:
-            sizes.append(size)
-
-    with Watch():
+    with allocated() as sizes:
         error_of(w, quantized)
     assert max(sizes) <= 16 << 20
     assert len(sizes) > 8

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from allocations import allocated
 from formats_table import NAMES
 from gguf import GGMLQuantizationType as Type
 from products import cuda_weight, gauss
@@ -256,26 +257,15 @@ def test_quantized_files_on_the_gpu_as_llama_quantize(name: str, tmp_path: Path)
 
 def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
     """Of a quantized model on the GPU nothing as large as the largest packed weight is ever allocated."""
-    cupy = device.cupy()
     cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", "q4_0")
     tokens = np.arange(64) % 4096
     largest = 4096 * 256 // 32 * 18
-    sizes: list[int] = []
-
-    class Watch(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
-        name = "watch"
-
-        def malloc_postprocess(
-            self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
-        ) -> None:
-            sizes.append(size)
-
     model = cq.open(tmp_path / "q.gguf", device="cuda")
     tensors = {name: t.prepare() if isinstance(t, cq.QuantizedArray) else t for name, t in model.items()}
     llama = Llama(config.read(model.metadata), tensors)
     with buffers.scratch() as scratch:
         scratch.take(4 << 20)  # so that the stream's memory for partial sums need not grow
-    with Watch():
+    with allocated() as sizes:
         hidden = llama.hidden(tokens.reshape(4, 16), 8)
         llama.logits(hidden.reshape(-1, hidden.shape[-1])[:16])
     assert sizes
