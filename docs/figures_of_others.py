@@ -252,6 +252,8 @@ def prompts() -> Iterator[Figure]:
 
     header = "| prompts, bits | 1 x 512 tokens | 1 x 4096 | 8 x 512 | 8 x 4096 |"
     yield from table(PERFORMANCE, header, 6, time, itertools.product((1, 8), (512, 4096)))
+    shares = [cell["sdpa_us"] / cell["us"] for cell in cells.values()]
+    yield Figure(PERFORMANCE, "it takes {} to {} of our time", span(shares, 2))
 
 
 def appends() -> Iterator[Figure]:

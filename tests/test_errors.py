@@ -116,6 +116,11 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(w, quantized)
 
 
+def test_no_error_is_no_negative_zero() -> None:
+    for w in (np.ones((3, 64), np.float32), np.zeros((3, 64), np.float16), np.arange(64)[None]):
+        assert f"{error_of(w, w)[2]:.1e}" == "0.0e+00"
+
+
 def test_slabs_that_differ_in_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     several_slabs(monkeypatch, 1)
     a, b = np.ones((3, 4)), np.ones((3, 4))

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         nargs="?",
         choices=tuple(kind for kind in _KINDS if kind != "tune"),
         help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
-        "shapes; decode attention over quantized keys and values; appending to these; ways to convert small "
+        "shapes; attention over quantized keys and values; appending to these; ways to convert small "
         "codes to 16-bit floats; quantizing, dequantizing and preparing weights; or the host's part of calls",
     )
     command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
@@ -80,7 +80,10 @@ def add(commands: Any) -> None:
         help="attention, append: of queries, of keys (32/8,32/32)",
     )
     command.add_argument(
-        "--queries", metavar="Q,Q,...", type=int_list, help="attention: of each sequence, its last tokens (1)"
+        "--queries",
+        metavar="Q,Q,...",
+        type=int_list,
+        help="attention: of each sequence, its last tokens; as many as contexts have are whole prompts (1)",
     )
     command.add_argument(
         "--tokens", metavar="T,T,...", type=int_list, help="append: of each sequence in a call (1,16,512)"

@@ -164,6 +164,10 @@ def compare(
     GGUFError, ValueError
         A file is damaged, or of another kind; a Model is closed, or its file was changed since it was opened;
         `device` is another word.
+    TypeError
+        `a` or `b` is neither a path nor a Model.
+    OSError
+        A file cannot be read.
     RuntimeError
         `device` is "cuda", and there is no GPU (the message says why).
     """

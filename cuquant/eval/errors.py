@@ -143,7 +143,7 @@ def _parts(x: NDArray[Any]) -> tuple[Doubles, Any]:
 
 def _largest(x: Doubles) -> float:
     """The largest magnitude, NaN if there is one."""
-    return float(np.maximum(x.max(initial=0), -x.min(initial=0)))
+    return abs(float(np.maximum(x.max(initial=0), -x.min(initial=0))))  # not -0
 
 
 def _root(x: Doubles) -> float:

@@ -83,8 +83,8 @@ def evaluate(
         64 tokens at 8 bits, the 256 before at 4, the rest at 2. "+scales" and "+rotate" at the end turn on
         KVCache's automatic key scales and its rotation. A chunk's own keys and values are read back from the
         cache, too. Where widths go by age, or scales are automatic, tokens go through in steps of 16. (On a
-        GPU keys and values are float16 without `kv_bits`, too, so that "16" changes nothing; but float32
-        where they are beyond float16's range, or no cache takes the model's heads.)
+        GPU keys and values are float16 without `kv_bits`, too, so that "16" changes nothing, and queries are;
+        but float32 where float16 does not hold them, or no cache takes the model's heads.)
     device : "cpu" or "cuda", optional
         Where to compute; by default on the device of a Model that is open, and else on the GPU where one can
         be used. Tensors of a Model on another device are read once more from its files.

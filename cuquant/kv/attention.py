@@ -69,7 +69,8 @@ def attention(
     out : float array of q's shape, optional
         Written in place and returned; must not overlap q or the mask.
     positions : int array (batch, q_len), optional
-        Of the queries. By default they are the last q_len of their sequence.
+        Of the queries. By default they are the last q_len of their sequence, which not all are where
+        sequences were given fewer tokens (`lengths` of `append`); those before the first token see none.
 
     Returns
     -------
