@@ -387,6 +387,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "mask has dtype int64; allowed are bool, .*: pass mask != 0$",
     ),
+    "float64 mask": (
+        lambda: cq.attention(Q, CACHE, mask=np.ones(50)),
+        TypeError,
+        r"mask has dtype float64; allowed are bool, .*: pass mask.astype\(numpy.float32\)$",
+    ),
+    "bool scale": (lambda: cq.attention(Q, CACHE, True), TypeError, "scale is a bool; a number is needed"),  # type: ignore[arg-type, unused-ignore]
     "narrow mask": (
         lambda: cq.attention(Q, CACHE, mask=np.ones((3, 49), bool)),
         ValueError,

@@ -58,7 +58,8 @@ def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> An
         return None
     mask = in_cache(array(value, "mask", f"bool, {FLOAT_NAMES}"), "mask", place)
     if mask.dtype != bool and mask.dtype not in FLOATS:
-        remedy = ": pass mask != 0" if mask.dtype.kind in "iu" else ""
+        remedies = dict.fromkeys("iu", ": pass mask != 0") | {"f": ": pass mask.astype(numpy.float32)"}
+        remedy = remedies.get(mask.dtype.kind, "")
         raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}{remedy}")
     readable(mask, "mask")
     lead = (q[0], q[2], q[1])

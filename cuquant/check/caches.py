@@ -360,7 +360,7 @@ def require_sound_cache(cache: Any) -> None:
 def number_of(value: Any, what: str) -> float:
     """A float, also of one beyond floats: an infinite one."""
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes, bool, np.bool_)):
             raise TypeError
         return float(value)
     except OverflowError:
