@@ -56,7 +56,7 @@ AT_A_TIME = 64
 
 
 def queries_at_once(cache: KVCache, q: Any) -> int:
-    """Of queries like these, how many of each sequence a call had best take: all, as none meets tokens behind
+    """Queries of each sequence that a call had best take, of those like these: all, as none meets tokens behind
     the last one that any of AT_A_TIME sees."""
     return int(q.shape[1])
 

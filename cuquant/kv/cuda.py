@@ -128,8 +128,8 @@ def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]
 
 
 def queries_at_once(cache: KVCache, q: Any) -> int:
-    """Of queries like these (batch, q_len, heads, head_dim), the last tokens, how many of each sequence meet
-    its tokens together. More of them in a call read all tokens again, also those that they do not see."""
+    """Queries of each sequence, the last tokens, that meet its tokens together, of those like these (batch,
+    q_len, heads, head_dim). More of them in a call read all tokens again, also those that they do not see."""
     batch, q_len, heads, dim = q.shape
     shape = plan.Shape(batch, q_len, heads, cache.n_kv_heads, dim, cache.bits, 1, _halves(q.dtype))
     return plan.queries_at_once(shape, jit.gpu().capability, cache.track_attention)
