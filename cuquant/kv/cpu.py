@@ -56,8 +56,8 @@ AT_A_TIME = 64
 
 
 def queries_at_once(cache: KVCache, q: Any) -> int:
-    """Queries of each sequence that a call had best take, of those like these: all, as none meets tokens behind
-    the last one that any of AT_A_TIME sees."""
+    """Queries of each sequence that a call had best take, of those like these: all, as none meets tokens
+    behind the last one that any of AT_A_TIME sees."""
     return int(q.shape[1])
 
 
