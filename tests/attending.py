@@ -64,6 +64,16 @@ def filled(
     return cache.to_device("cuda")
 
 
+def shuffled(cache: cq.KVCache) -> cq.KVCache:
+    """The cache, on the GPU, with the tokens of each bucket in any order."""
+    random = np.random.default_rng(0)
+    for tier in cache.tiers.values():
+        for b in range(cache.batch):
+            slots = tier.buffers.global_slots[b, : int(tier.lengths[b])]
+            slots[...] = slots[random.permutation(slots.size)]
+    return cache
+
+
 def of_unequal_lengths(batch: int, longest: int, others: int) -> tuple[cq.KVCache, Array]:
     """Sequences of fewer than `others` random tokens each, but for one of `longest`, over all widths; and how
     many each has."""

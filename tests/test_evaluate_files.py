@@ -125,7 +125,7 @@ def test_a_base_is_read_on_the_device_of_the_model(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever else it would be."""
-    monkeypatch.setattr("cuquant.io.model.default_device", lambda: "cuda")
+    monkeypatch.setattr("cuquant.device.default", lambda: "cuda")
     monkeypatch.setattr("cuquant.eval.files.default_device", lambda: "cuda")
     options = OPTIONS | {"formats": (), "results": tmp_path / "results.json"}
     evaluated = cq.evaluate_files(cq.open(models[1], "cpu"), **options, base=models[0])

@@ -20,6 +20,7 @@ from attending import (
     of_unequal_lengths,
     on_gpu,
     queries,
+    shuffled,
 )
 
 import cuquant as cq
@@ -164,12 +165,7 @@ def test_scores_out_of_reach_of_what_was_seen(q_len: int, kind: str) -> None:
 @pytest.mark.parametrize("q_len", [16, 64])
 def test_tokens_in_any_order(q_len: int, dim: int) -> None:
     """Nearly all panels have tokens that some queries see, and others do not."""
-    cache = filled(600, dim=dim)
-    random = np.random.default_rng(0)
-    for tier in cache.tiers.values():
-        for b in range(2):
-            slots = tier.buffers.global_slots[b, : int(tier.lengths[b])]
-            slots[...] = slots[random.permutation(slots.size)]
+    cache = shuffled(filled(600, dim=dim))
     q = queries(2, q_len, 8, dim)
     agree(q, cache)
     agree(q, cache, positions=np.random.default_rng(1).integers(0, 600, (2, q_len)))

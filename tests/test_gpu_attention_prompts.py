@@ -9,7 +9,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from attending import WIDTHS, F, agree, filled, kernels_of_panels, normal, of_unequal_lengths, queries
+from attending import (
+    WIDTHS,
+    F,
+    agree,
+    filled,
+    kernels_of_panels,
+    normal,
+    of_unequal_lengths,
+    queries,
+    shuffled,
+)
 
 import cuquant as cq
 from cuquant import check, device, testing
@@ -46,16 +56,6 @@ def test_sequences_of_different_lengths(batch: int) -> None:
     y = agree(queries(batch, 130, 8, 64), cache)
     for sequence, length in enumerate(lengths):
         assert not y[sequence, : max(0, 130 - length)].any()
-
-
-def shuffled(cache: cq.KVCache) -> cq.KVCache:
-    """The cache with the tokens of each bucket in any order."""
-    random = np.random.default_rng(0)
-    for tier in cache.tiers.values():
-        for b in range(cache.batch):
-            slots = tier.buffers.global_slots[b, : int(tier.lengths[b])]
-            slots[...] = slots[random.permutation(slots.size)]
-    return cache
 
 
 @pytest.mark.parametrize("dtype", [HALF, np.dtype(F)], ids=str)

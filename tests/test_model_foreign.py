@@ -121,7 +121,8 @@ def q6_k_rows(d: float) -> NDArray[np.uint8]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets NumPy stand for CuPy, where plain arrays go to, and k-quants for formats without kernels."""
-    monkeypatch.setattr(cuquant.io.model, "cupy", lambda: np)
+    for module in (cuquant.device, cuquant.io.model):
+        monkeypatch.setattr(module, "cupy", lambda: np)
     monkeypatch.setattr(kquant.KQuant, "on_gpu", False)
 
 

@@ -117,6 +117,7 @@ from .common import (
     tensors as tensors,
     text as text,
     typed as typed,
+    usable_device as usable_device,
 )
 from .evaluations import (
     chunking as chunking,

@@ -392,6 +392,15 @@ def device_name(name: Any) -> str:
     return str(name)
 
 
+def usable_device(name: Any) -> str:
+    """ "cpu" or "cuda", by default the GPU where one can be used; RuntimeError, which says why, where it is
+    asked for and cannot be used."""
+    chosen = device.default() if name is None else device_name(name)
+    if chosen == "cuda":
+        device.cupy()
+    return chosen
+
+
 def storage(operand: Any) -> Any:
     """The array that holds an operand's bytes: a quantized array's own, or the array itself."""
     return operand.storage if is_quantized(operand) else operand

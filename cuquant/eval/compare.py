@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .. import check, device as device_info
+from .. import check
 from ..array import QuantizedArray
 from ..formats import Format, describe
 from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
@@ -171,9 +171,7 @@ def compare(
     RuntimeError
         `device` is "cuda", and there is no GPU (the message says why).
     """
-    on_gpu = (device_info.default() if device is None else check.device_name(device)) == "cuda"
-    if on_gpu:
-        device_info.cupy()  # says why there is none
+    on_gpu = check.usable_device(device) == "cuda"
     with ExitStack() as opened:
         first, second = (_side(given, opened) for given in (a, b))
         names = list(dict.fromkeys([*first.names, *second.names]))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import check, device as device_info
+from .. import check
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
 from ..render import counted, escaped
@@ -100,9 +100,7 @@ def read_safetensors(
         (g_idx), the codebook of EXL3, or pre_quant_scale of ModelOpt.
     """
     version = None if version is None else check.gptq_version(version)
-    target = device_info.default() if device is None else check.device_name(device)
-    if target == "cuda":
-        device_info.cupy()  # says why there is none
+    target = check.usable_device(device)
     path, names = check.path(path), check.patterns(names, "names")
     with opened(path) as tensors:
         found = _found(tensors)

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from .. import check, cpu
 from ..array import QuantizedArray
-from ..device import as_numpy, cupy, default as default_device
+from ..device import as_numpy, cupy
 from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from ..render import counted, escaped, html_facts
 from ..slabs import Slabs
+from . import numbers
 from .counts import not_finite
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 from .imatrix import is_imatrix
@@ -177,7 +178,7 @@ class Model(Mapping[str, Any]):
         """GGUFError where the numbers of a tensor cannot be read, for its type or its scale; nothing is."""
         info = self._info(name)
         if self.format(name) is None and info.ggml_type not in PLAIN_TYPES:
-            _check_type(info)
+            numbers.require_known(info)
 
     def _numbers(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
         """As `floats`, but infinite where they are beyond the dtype's range."""
@@ -185,10 +186,10 @@ class Model(Mapping[str, Any]):
         if not plain and self._of_blocks(info) is None:
             scales = self._scales(info)
             of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
-            return _fallback(self.raw(info.name), info, of_experts, dtype)
+            return numbers.foreign(self.raw(info.name), info, of_experts, dtype)
         with cpu.silent():
             if plain:
-                return _rounded(self._plain(info), dtype)
+                return numbers.rounded(self._plain(info), dtype)
             made = self._quantized(info)
             if self._format(info) is not None:
                 made = made.to_device(self._device)
@@ -323,18 +324,6 @@ class Model(Mapping[str, Any]):
         return html_facts(facts)
 
 
-def _rounded(x: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Plain numbers in that dtype; infinite where they are beyond its range."""
-    if dtype != check.BFLOAT16 or x.dtype in check.FLOATS:
-        return x.astype(dtype)
-    # ml_dtypes goes by way of float32. What that cannot hold becomes the odd one of the two numbers about it,
-    # which is halfway between no two of bfloat16.
-    wide = x.astype(np.float64)
-    near = wide.astype(np.float32)
-    below = np.where(np.abs(near) > np.abs(wide), np.nextafter(near, np.float32(0)), near)
-    return (below.view(np.uint32) | (near != wide)).view(np.float32).astype(dtype)
-
-
 def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     """Open a model: the header is read and validated, tensor bytes are not touched.
 
@@ -382,9 +371,7 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     """As `open`, without a warning; of a model the files that it has open, on its device where none is
     named."""
     own = path.device if isinstance(path, Model) else None
-    target = (own or default_device()) if device is None else check.device_name(device)
-    if target == "cuda":
-        cupy()  # says why there is none
+    target = check.usable_device(own if device is None else device)
     if isinstance(path, Model):
         return path._on(target)
     with ExitStack() as mapped:
@@ -414,38 +401,3 @@ def warn_of_fallback(model: Model) -> None:
             FallbackWarning,
             stacklevel=3,
         )
-
-
-def _check_type(info: TensorInfo) -> None:
-    """GGUFError where the gguf package does not know what the blocks of a tensor stand for."""
-    import gguf
-
-    assert info.ggml_type is not None
-    kind = gguf.GGMLQuantizationType(info.ggml_type)
-    try:
-        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        problem = f"tensor {info.name!r}: the gguf package cannot dequantize {info.type_name}"
-        raise GGUFError(problem) from None
-
-
-def _fallback(
-    raw: NDArray[np.uint8], info: TensorInfo, scales: NDArray[np.float32] | None, dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    """A tensor of a foreign quantized type as floats, through the gguf package, times scales of experts."""
-    import gguf
-
-    _check_type(info)
-    kind = gguf.GGMLQuantizationType[info.type_name]
-    rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
-    out = np.empty((len(rows), info.shape[-1]), dtype)
-    for part in cpu.slabs(len(rows), info.shape[-1]):
-        with cpu.silent():
-            numbers = gguf.quants.dequantize(rows[part], kind)
-            out[part] = numbers if scales is None else numbers * _of_rows(scales, part, len(rows))
-    return out.reshape(info.shape)
-
-
-def _of_rows(scales: NDArray[np.float32], part: slice, rows: int) -> NDArray[np.float32]:
-    """The scales of these rows, of which each matrix has as many."""
-    return scales[np.arange(part.start, part.stop) // (rows // scales.size), None]

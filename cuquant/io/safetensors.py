@@ -214,7 +214,7 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     RuntimeError
         `device` is "cuda", and there is no GPU (the message says why).
     """
-    target = devices.default() if device is None else check.device_name(device)
+    target = check.usable_device(device)
     to_device = devices.cupy().asarray if target == "cuda" else _itself
     path = check.path(path)
     saved = read(path)
